@@ -1,0 +1,19 @@
+"""Study a distributed training job at its intended logical scale on a few devices."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+
+def step() -> None:
+    """Marks the beginning of an iteration, for programs whose optimizer steps don't.
+
+    Does nothing outside of `python -m crystalllm run`, so that a program may
+    keep the call when it runs on the cluster.
+    """
+    from crystalllm import native
+
+    module = native.loaded()
+    world = module.the_world() if module is not None else None
+    if world is not None:
+        world.mark()

@@ -1,0 +1,1 @@
+"""Measurements, each `python -m crystalllm bench NAME`."""

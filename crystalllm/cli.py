@@ -1,0 +1,175 @@
+"""The command line: parses, calls one library function, prints what it returns."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from crystalllm import __version__
+from crystalllm.errors import UserError
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one verb; ends the process with its exit code."""
+    logging.basicConfig(
+        level=os.environ.get("CRYSTALLLM_LOG", "WARNING").upper(),
+        format="%(name)s: %(message)s",
+    )
+    arguments, command = _split(list(sys.argv[1:] if argv is None else argv))
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if command is not None and args.verb != "run":
+        parser.error("only run takes a program after --")
+    try:
+        code = args.function(args, command)
+    except UserError as error:
+        print(f"crystalllm: {error}", file=sys.stderr)
+        code = USAGE_ERROR
+    sys.exit(code)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str] | None]:
+    if "--" not in argv:
+        return argv, None
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m crystalllm",
+        description="Study a distributed training job at its intended logical scale.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    run = verbs.add_parser(
+        "run",
+        allow_abbrev=False,
+        help="run a program as one rank of a logical world",
+        usage="python -m crystalllm run (--job J | --world-size N) --rank R [options] "
+        "[-- program arguments]",
+    )
+    who = run.add_argument_group("which rank of which world")
+    world = who.add_mutually_exclusive_group(required=True)
+    world.add_argument("--job", help="a job's name in config/jobs, or its file")
+    world.add_argument("--world-size", type=int, help="logical ranks")
+    who.add_argument("--rank", type=int, required=True, help="which one to be")
+    who.add_argument("--ranks-per-node", type=int, help="of a logical node (default 8)")
+    who.add_argument("--iterations", type=int, help="instead of the job's")
+    who.add_argument("--seed", type=int, help="of everything that is invented (default 0)")
+    run.add_argument("--book", type=Path, help="payload book: what other ranks really send")
+    run.add_argument(
+        "--strict", action="store_true", help="refuse control values that are not in the book"
+    )
+    run.add_argument("--record", type=Path, metavar="FILE", help="write every call (Parquet)")
+    run.add_argument("--summary", type=Path, metavar="FILE", help="write what happened (JSON)")
+    run.add_argument(
+        "--transfer-us", type=float, default=0.0, help="how long each call takes (default 0)"
+    )
+    run.set_defaults(function=_run)
+
+    calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
+    calls.add_argument("file", type=Path)
+    calls.set_defaults(function=_calls)
+
+    doctor = verbs.add_parser("doctor", help="say what this machine has and lacks")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(function=_doctor)
+
+    build = verbs.add_parser("build", help="build the native extension")
+    build.set_defaults(function=_build)
+
+    generate = verbs.add_parser("generate", help="write the files that follow from the models")
+    generate.set_defaults(function=_generate)
+
+    bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
+    bench.add_argument("name", choices=["run"])
+    bench.set_defaults(function=_bench)
+    return parser
+
+
+def _run(args: argparse.Namespace, command: list[str] | None) -> int:
+    from crystalllm.config import load_job
+    from crystalllm.identity import Identity
+    from crystalllm.run import Program, run
+
+    if args.job is not None:
+        job = load_job(args.job)
+        changes = {
+            k: v
+            for k, v in {"ranks_per_node": args.ranks_per_node, "seed": args.seed}.items()
+            if v is not None
+        }
+        job = job.model_copy(update=changes)
+        identity = job.identity(args.rank)
+        program = Program(command=tuple(command or job.command(iterations=args.iterations)))
+    else:
+        if args.iterations is not None:
+            raise UserError(
+                "--iterations needs a job, whose argument template says what it means",
+                where="Command line",
+                do="Pass --job, or put the number among the program's own arguments",
+            )
+        identity = Identity(
+            rank=args.rank,
+            world_size=args.world_size,
+            ranks_per_node=args.ranks_per_node or 8,
+            seed=args.seed or 0,
+        )
+        program = Program(command=tuple(command or ()))
+    return run(
+        program,
+        identity,
+        book=args.book,
+        strict=args.strict,
+        record=args.record,
+        summary=args.summary,
+        transfer_ns=round(args.transfer_us * 1000),
+    )
+
+
+def _calls(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.calls import show
+
+    show(args.file)
+    return 0
+
+
+def _doctor(args: argparse.Namespace, _: object) -> int:
+    from crystalllm import doctor
+
+    findings = doctor.examine()
+    doctor.show(findings, as_json=args.json)
+    return 0 if all(f.ok or not f.required for f in findings) else 1
+
+
+def _build(args: argparse.Namespace, _: object) -> int:
+    from crystalllm import native
+
+    print(native.build(echo=True))
+    return 0
+
+
+def _generate(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.config import generated_files
+
+    for path, text in generated_files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(path)
+    return 0
+
+
+def _bench(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.bench import run
+
+    run.main()
+    return 0

@@ -1,0 +1,65 @@
+"""Turns this process into one rank of a logical world, before torch is imported."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from crystalllm import native, patching
+from crystalllm.identity import Identity
+from crystalllm.payload import PayloadBook
+
+log = logging.getLogger("crystalllm")
+
+
+def enter(
+    identity: Identity,
+    *,
+    book: PayloadBook | Path | None = None,
+    strict: bool = False,
+    keep_records: bool = False,
+    transfer_ns: int = 0,
+) -> None:
+    """Makes the process rank `identity.rank`: from here on torch's peers are virtual.
+
+    The environment is the caller's to set (`Identity.variables`).
+
+    Args:
+        identity: Who to be.
+        book: What virtual peers really send, where that is known.
+        strict: Refuse control values that are not in the book.
+        keep_records: Keep a record of every call, for `world().take_records()`.
+        transfer_ns: Every call ends so long after its arrival.
+    """
+    if isinstance(book, Path):
+        book = PayloadBook.load(book)
+
+    def torch_imported(_: ModuleType) -> None:
+        module = native.load()
+        world = module.World(rank=identity.rank, size=identity.world_size, seed=identity.seed)
+        world.set_strict(strict)
+        world.keep_records(keep_records)
+        world.set_transfer_ns(transfer_ns)
+        module.reset_stores()
+        module.set_world(world)
+        if book is not None:
+            book.serve(module, world)
+        import crystalllm_patches
+
+        patching.install(crystalllm_patches.ALL)
+        # Futures may be due after the program's last line, and their callbacks
+        # need the interpreter.
+        atexit.register(module.stop_timer)
+
+    wrapt.register_post_import_hook(torch_imported, "torch")
+
+
+def world() -> Any:
+    """The process's logical world, or None while torch is not imported."""
+    module = native.loaded()
+    return module.the_world() if module is not None else None

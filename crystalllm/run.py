@@ -1,0 +1,191 @@
+"""`run`: an unmodified program as one rank of a logical world, in this process.
+
+Standard output, standard error and exit code are the program's. What we have
+to say goes into files, and one line to a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from crystalllm import __version__, logical, tables
+from crystalllm.errors import UserError
+from crystalllm.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What to run.
+
+    Args:
+        command: Script and its arguments, or "-m", module and its arguments.
+    """
+
+    command: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.command or self.command == ("-m",):
+            raise UserError(
+                "There is no program to run",
+                where="Nothing after --",
+                do="Append -- train.py and its arguments, or -- -m module and its arguments",
+            )
+        if not self.is_module and not Path(self.command[0]).exists():
+            raise UserError(
+                f"The program {self.command[0]} does not exist",
+                where=f"Folder {os.getcwd()}",
+                do="Pass a path that exists from there, or -m and a module's name",
+            )
+
+    @property
+    def is_module(self) -> bool:
+        return self.command[0] == "-m"
+
+    def execute(self) -> None:
+        """Runs it as `__main__`; ends as it ends, by return, exit or exception."""
+        if self.is_module:
+            name, *arguments = self.command[1:]
+            sys.argv = [name, *arguments]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            path, *_ = self.command
+            sys.argv = list(self.command)
+            sys.path[0] = str(Path(path).resolve().parent)
+            runpy.run_path(path, run_name="__main__")
+
+
+def run(
+    program: Program,
+    identity: Identity,
+    *,
+    book: Path | None = None,
+    strict: bool = False,
+    record: Path | None = None,
+    summary: Path | None = None,
+    transfer_ns: int = 0,
+) -> int:
+    """Runs `program` as rank `identity.rank`.
+
+    Args:
+        program: What to run.
+        identity: Which rank to be.
+        book: Payload book; without one, control values are mirrored.
+        strict: Refuse control values that the book does not have.
+        record: Where to write the calls (a `calls` table; times beside it).
+        summary: Where to write what happened, as JSON.
+        transfer_ns: Every communication call takes so long.
+
+    Returns:
+        The program's exit code.
+    """
+    os.environ.update(identity.variables())
+    logical.enter(
+        identity,
+        book=book,
+        strict=strict,
+        keep_records=record is not None,
+        transfer_ns=transfer_ns,
+    )
+    try:
+        code = _exit_code(program)
+    finally:
+        world = logical.world()
+        if record is not None:
+            write_records(record, world, program, identity)
+    outcome = summarize(world, program, identity, code)
+    if summary is not None:
+        summary.parent.mkdir(parents=True, exist_ok=True)
+        summary.write_text(json.dumps(outcome, indent=2) + "\n")
+    if outcome["num_invented"] and sys.stderr.isatty():
+        print(
+            f"crystalllm: unverified: {outcome['num_invented']} control values of virtual ranks "
+            "were invented (--summary FILE lists them)",
+            file=sys.stderr,
+        )
+    return code
+
+
+def _exit_code(program: Program) -> int:
+    try:
+        program.execute()
+    except SystemExit as stop:
+        if stop.code is None:
+            return 0
+        if isinstance(stop.code, int):
+            return stop.code
+        print(stop.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # As if the program had been started by itself: without our frames.
+        error.__traceback__ = _without_ours(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _without_ours(tb: TracebackType | None) -> TracebackType | None:
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    first = tb
+    while first is not None and first.tb_frame.f_code.co_filename in ours:
+        first = first.tb_next
+    return first if first is not None else tb
+
+
+def write_records(path: Path, world: Any, program: Program, identity: Identity) -> None:
+    """Writes the calls so far to `path` and their times to `<stem>.times.parquet`."""
+    columns: dict[str, list[Any]] = world.take_records() if world is not None else {}
+    groups = world.groups if world is not None else []
+    provenance = provenance_of(world, program, identity)
+    for column in (*tables.CALLS.columns, *tables.CALL_TIMES.columns):
+        columns.setdefault(column.name, [])
+    if groups:
+        ids = columns["group"]
+        columns["group_identity"] = [groups[i].identity for i in ids]
+        columns["group_signature"] = [groups[i].signature for i in ids]
+        columns["group_size"] = [groups[i].size for i in ids]
+        columns["group_desc"] = [groups[i].description for i in ids]
+    tables.CALLS.write(path, columns, provenance=provenance)
+    tables.CALL_TIMES.write(times_path(path), columns, provenance=provenance)
+
+
+def times_path(path: Path) -> Path:
+    """Where the times of the calls in `path` lie."""
+    return path.with_name(f"{path.stem}.times{path.suffix}")
+
+
+def provenance_of(world: Any, program: Program, identity: Identity) -> dict[str, Any]:
+    """What the calls depend on; nothing of this host or this moment."""
+    torch = sys.modules.get("torch")
+    return {
+        "crystalllm": __version__,
+        "torch": str(torch.__version__) if torch is not None else None,
+        "program": list(program.command),
+        "rank": identity.rank,
+        "world_size": identity.world_size,
+        "ranks_per_node": identity.ranks_per_node,
+        "seed": identity.seed,
+        "unverified": bool(world is not None and world.num_invented),
+    }
+
+
+def summarize(world: Any, program: Program, identity: Identity, code: int) -> dict[str, Any]:
+    """What happened, ready for JSON."""
+    invented = world.inventions if world is not None else []
+    return {
+        **provenance_of(world, program, identity),
+        "exit_code": code,
+        "num_calls": world.num_calls if world is not None else 0,
+        "num_groups": len(world.groups) if world is not None else 0,
+        "num_invented": world.num_invented if world is not None else 0,
+        "invented": [{"call": c, "key": k, "how": h} for c, k, h in invented],
+    }

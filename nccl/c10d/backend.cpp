@@ -1,0 +1,549 @@
+#include "c10d/backend.h"
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "c10d/work.h"
+#include "core/clock.h"
+
+namespace crystal {
+namespace {
+
+using c10d::OpType;
+using Tensors = std::vector<at::Tensor>;
+
+Call call_of(Kind kind, const at::Tensor& tensor, int64_t count) {
+  Call call;
+  call.kind = kind;
+  call.dtype = dtype_name(tensor.scalar_type());
+  call.count = count;
+  call.in_elements = count;
+  call.out_elements = count;
+  return call;
+}
+
+int64_t total(const Tensors& tensors) {
+  return std::accumulate(
+      tensors.begin(), tensors.end(), int64_t{0},
+      [](int64_t sum, const at::Tensor& t) { return sum + t.numel(); });
+}
+
+// Where the sizes differ, which list calls do not say in any other way.
+std::vector<int64_t> uneven_sizes(const Tensors& tensors) {
+  const bool even = std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+    return t.numel() == tensors[0].numel();
+  });
+  std::vector<int64_t> sizes;
+  if (!even) {
+    for (const auto& t : tensors) {
+      sizes.push_back(t.numel());
+    }
+  }
+  return sizes;
+}
+
+} // namespace
+
+VirtualBackend::VirtualBackend(
+    Flavour flavour, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    c10::intrusive_ptr<VirtualOptions> options)
+    : c10d::Backend(rank, size),
+      flavour_(flavour),
+      store_(store),
+      options_(std::move(options)),
+      world_(the_world()),
+      checks_(flavour, rank, size) {
+  TORCH_CHECK(
+      world_ != nullptr,
+      "A virtual backend was created before the logical world. Group rank ", rank, " of ", size,
+      ". Start the program with python -m crystalllm run.");
+  init();
+}
+
+void VirtualBackend::setGroupUid(const std::string& uid) {
+  Backend::setGroupUid(uid);
+  world_->name_group(uid, getSize());
+}
+
+Group& VirtualBackend::group() {
+  std::lock_guard<std::mutex> lock(group_mutex_);
+  if (!group_) {
+    const auto& given = options_->global_ranks_in_group;
+    std::vector<int> members(given.begin(), given.end());
+    TORCH_CHECK(
+        !members.empty() || getSize() == world_->size(),
+        "A communicator's members are not known. Rank ", world_->rank(), ", group of ", getSize(),
+        " in a world of ", world_->size(),
+        ". Create it with torch.distributed.new_group or split_group, which say who is in it.");
+    TORCH_CHECK_VALUE(
+        members.empty() || static_cast<int>(members.size()) == getSize(),
+        "A communicator of ", getSize(), " ranks was given ", members.size(), " members. Rank ",
+        world_->rank(), ". Give as many members as the group has ranks.");
+    group_ = world_->create_group(std::move(members));
+    TORCH_CHECK_VALUE(
+        group_->rank() == getRank(), "This rank's place in its group is not where it says. Rank ",
+        world_->rank(), " claims group rank ", getRank(), ", the member list says ",
+        group_->rank(), ". Pass the rank that the launcher gave to init_process_group.");
+  }
+  return *group_;
+}
+
+c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  ++splits_;
+  const auto me = std::find(ranks.begin(), ranks.end(), getRank());
+  if (me == ranks.end()) {
+    return nullptr;
+  }
+  auto own = c10::make_intrusive<VirtualOptions>(
+      getBackendName(), options ? options->timeout : options_->timeout);
+  for (int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < getSize(), "Rank ", rank, " is not in the group that is split. Group ",
+        group().identity(), " of ", getSize(), " ranks. Give ranks of the parent group.");
+    own->global_ranks_in_group.push_back(group().global(rank));
+  }
+  if (options) {
+    own->group_name = options->group_name;
+  }
+  const int rank = static_cast<int>(me - ranks.begin());
+  const int size = static_cast<int>(ranks.size());
+  c10::intrusive_ptr<VirtualBackend> child;
+  if (flavour_ == Flavour::gloo) {
+    child = c10::make_intrusive<GlooBackend>(flavour_, store, rank, size, own);
+  } else {
+    child = c10::make_intrusive<NcclBackend>(flavour_, store, rank, size, own);
+  }
+  child->group();
+  return child;
+}
+
+// --- issuing ----------------------------------------------------------------
+
+CallRecord VirtualBackend::issue_part(Part& part) {
+  const int64_t arrival_ns = now_ns();
+  Group& members = group();
+  if (members.description().empty() && !pg_desc_.empty()) {
+    members.describe(pg_desc_);
+  }
+  part.call.stream = world_->this_thread();
+  const CallRecord record = world_->arrive(part.call, members, arrival_ns);
+  const int start = members.global(0);
+  const int stride = members.size() > 1 ? members.global(1) - start : 1;
+  const bool p2p = record.kind == Kind::send || record.kind == Kind::recv;
+  RECORD_PARAM_COMMS_DATA(
+      std::make_tuple(record.position.seq, p2p),
+      std::make_tuple(pg_uid_, pg_desc_),
+      part.inputs,
+      part.outputs,
+      p2p ? record.peer_rank : getRank(),
+      to_string(record.kind),
+      record.in_elements,
+      record.out_elements,
+      part.inputs.empty() ? at::kByte : part.inputs[0].scalar_type(),
+      record.in_splits,
+      record.out_splits,
+      start,
+      stride,
+      getSize());
+  if (part.fill) {
+    Peers peers(*world_, members, record);
+    part.fill(peers);
+  }
+  return record;
+}
+
+VirtualBackend::WorkPtr VirtualBackend::issue(
+    OpType type, const char* title, std::vector<Part> parts, std::chrono::milliseconds timeout) {
+  const bool coalescing = batch_ >= 0;
+  const int64_t batch = coalescing ? batch_ : parts.size() > 1 ? world_->new_batch() : -1;
+  ++sequence_;
+  CallRecord last;
+  int64_t release_ns = 0;
+  Tensors outputs;
+  Tensors held;
+  for (auto& part : parts) {
+    part.call.batch = batch;
+    last = issue_part(part);
+    release_ns = std::max(release_ns, last.release_ns);
+    outputs.insert(outputs.end(), part.outputs.begin(), part.outputs.end());
+    held.insert(held.end(), part.inputs.begin(), part.inputs.end());
+  }
+  last.release_ns = release_ns;
+  if (coalescing) {
+    batch_release_ns_ = std::max(batch_release_ns_, release_ns);
+    batch_last_ = last;
+    batch_held_.insert(batch_held_.end(), held.begin(), held.end());
+    batch_held_.insert(batch_held_.end(), outputs.begin(), outputs.end());
+  }
+  return c10::make_intrusive<VirtualWork>(
+      getRank(), type, title, std::move(outputs), std::move(held), last, key(last, group()),
+      timeout > std::chrono::milliseconds(0) ? timeout : options_->timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::issue(
+    OpType type, const char* title, Part part, std::chrono::milliseconds timeout) {
+  std::vector<Part> parts;
+  parts.push_back(std::move(part));
+  return issue(type, title, std::move(parts), timeout);
+}
+
+void VirtualBackend::startCoalescing() {
+  if (flavour_ != Flavour::nccl) {
+    Backend::startCoalescing();
+  }
+  batch_ = world_->new_batch();
+  batch_release_ns_ = 0;
+}
+
+VirtualBackend::WorkPtr VirtualBackend::endCoalescing() {
+  if (flavour_ != Flavour::nccl) {
+    return Backend::endCoalescing();
+  }
+  batch_ = -1;
+  if (batch_release_ns_ == 0) {
+    return nullptr; // nothing was issued in between
+  }
+  batch_last_.release_ns = batch_release_ns_;
+  Tensors held;
+  held.swap(batch_held_);
+  return c10::make_intrusive<VirtualWork>(
+      getRank(), OpType::COALESCED, "nccl:coalesced", Tensors{}, std::move(held), batch_last_,
+      key(batch_last_, group()), options_->timeout);
+}
+
+#define CRYSTAL_TITLE(name) (flavour_ == Flavour::gloo ? "gloo:" name : "nccl:" name)
+
+// --- collectives --------------------------------------------------------------
+
+VirtualBackend::WorkPtr VirtualBackend::broadcast(
+    Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  checks_.broadcast(tensors, opts.rootRank, opts.rootTensor);
+  const int root = static_cast<int>(opts.rootRank);
+  Call call = call_of(Kind::broadcast, tensors[0], tensors[0].numel());
+  call.root = root;
+  call.is_async = opts.asyncOp;
+  return issue(OpType::BROADCAST, CRYSTAL_TITLE("broadcast"),
+               Part{call, tensors, tensors,
+                    [tensors, root, first = opts.rootTensor](Peers& peers) {
+                      peers.broadcast(tensors[first], root);
+                      for (const auto& t : tensors) {
+                        if (!t.is_same(tensors[first])) {
+                          at::NoGradGuard no_grad;
+                          t.copy_(tensors[first]);
+                        }
+                      }
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allreduce(
+    Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  checks_.all_reduce(tensors, opts.reduceOp);
+  std::vector<Part> parts;
+  for (auto& tensor : tensors) {
+    Call call = call_of(Kind::all_reduce, tensor, tensor.numel());
+    call.reduce_op = reduce_op_name(opts.reduceOp);
+    call.is_async = opts.asyncOp;
+    parts.push_back(Part{call, {tensor}, {tensor}, [tensor, op = opts.reduceOp](Peers& peers) {
+                           peers.reduce(tensor, op);
+                         }});
+  }
+  return issue(OpType::ALLREDUCE, CRYSTAL_TITLE("all_reduce"), std::move(parts), opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allreduce_sparse(
+    Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return allreduce(tensors, opts);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  checks_.all_reduce_coalesced(tensors, opts.reduceOp);
+  std::vector<Part> parts;
+  for (auto& tensor : tensors) {
+    Call call = call_of(Kind::all_reduce, tensor, tensor.numel());
+    call.reduce_op = reduce_op_name(opts.reduceOp);
+    call.is_async = opts.asyncOp;
+    parts.push_back(Part{call, {tensor}, {tensor}, [tensor, op = opts.reduceOp](Peers& peers) {
+                           peers.reduce(tensor, op);
+                         }});
+  }
+  return issue(OpType::ALLREDUCE_COALESCED, CRYSTAL_TITLE("all_reduce"), std::move(parts),
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  checks_.reduce(tensors, opts.rootRank, opts.rootTensor, opts.reduceOp);
+  const int root = static_cast<int>(opts.rootRank);
+  Call call = call_of(Kind::reduce, tensors[0], tensors[0].numel());
+  call.reduce_op = reduce_op_name(opts.reduceOp);
+  call.root = root;
+  call.is_async = opts.asyncOp;
+  return issue(OpType::REDUCE, CRYSTAL_TITLE("reduce"),
+               Part{call, tensors, tensors,
+                    [tensor = tensors[0], mine = root == getRank(),
+                     op = opts.reduceOp](Peers& peers) {
+                      if (mine) {
+                        peers.reduce(tensor, op);
+                      }
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allgather(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  checks_.all_gather(outputs, inputs);
+  std::vector<Part> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    // With several inputs a rank, outputs[j] holds all inputs of all ranks.
+    for (size_t j = 0; j < outputs.size(); ++j) {
+      Tensors mine;
+      for (int v = 0; v < getSize(); ++v) {
+        mine.push_back(outputs[j][v * inputs.size() + i]);
+      }
+      Call call = call_of(Kind::all_gather, inputs[i], inputs[i].numel());
+      call.out_elements = total(mine);
+      call.out_splits = uneven_sizes(mine);
+      call.is_async = opts.asyncOp;
+      parts.push_back(Part{call, {inputs[i]}, mine, [mine, in = inputs[i]](Peers& peers) {
+                             peers.gather(mine, in);
+                           }});
+    }
+  }
+  return issue(OpType::ALLGATHER, CRYSTAL_TITLE("all_gather"), std::move(parts), opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allgather_coalesced(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  checks_.all_gather_coalesced(outputs, inputs);
+  std::vector<Part> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Tensors mine;
+    for (const auto& list : outputs) {
+      mine.push_back(list[i]);
+    }
+    Call call = call_of(Kind::all_gather, inputs[i], inputs[i].numel());
+    call.out_elements = total(mine);
+    call.is_async = opts.asyncOp;
+    parts.push_back(Part{call, {inputs[i]}, mine, [mine, in = inputs[i]](Peers& peers) {
+                           peers.gather(mine, in);
+                         }});
+  }
+  return issue(OpType::ALLGATHER_COALESCED, CRYSTAL_TITLE("all_gather"), std::move(parts),
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(
+      outputs.size() == inputs.size() && !inputs.empty(),
+      "all_gather needs as many outputs as inputs, got ", outputs.size(), " and ", inputs.size(),
+      ". Rank ", world_->rank(), ". Pass one output per input.");
+  std::vector<Part> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    checks_.all_gather_flat(outputs[i], inputs[i]);
+    Call call = call_of(Kind::all_gather, inputs[i], inputs[i].numel());
+    call.out_elements = outputs[i].numel();
+    call.is_async = opts.asyncOp;
+    parts.push_back(
+        Part{call, {inputs[i]}, {outputs[i]}, [out = outputs[i], in = inputs[i]](Peers& peers) {
+               peers.gather(out, in);
+             }});
+  }
+  return issue(OpType::_ALLGATHER_BASE, CRYSTAL_TITLE("_all_gather_base"), std::move(parts),
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::gather(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  checks_.gather(outputs, inputs, opts.rootRank);
+  const Tensors mine = outputs.empty() ? Tensors{} : outputs[0];
+  Call call = call_of(Kind::gather, inputs[0], inputs[0].numel());
+  call.root = static_cast<int>(opts.rootRank);
+  call.out_elements = total(mine);
+  call.is_async = opts.asyncOp;
+  return issue(OpType::GATHER, CRYSTAL_TITLE("gather"),
+               Part{call, inputs, mine,
+                    [mine, in = inputs[0]](Peers& peers) {
+                      if (!mine.empty()) {
+                        peers.gather(mine, in);
+                      }
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
+  checks_.scatter(outputs, inputs, opts.rootRank);
+  const Tensors all = inputs.empty() ? Tensors{} : inputs[0];
+  const int root = static_cast<int>(opts.rootRank);
+  Call call = call_of(Kind::scatter, outputs[0], outputs[0].numel());
+  call.root = root;
+  call.in_elements = total(all);
+  call.is_async = opts.asyncOp;
+  return issue(OpType::SCATTER, CRYSTAL_TITLE("scatter"),
+               Part{call, all, outputs,
+                    [all, root, out = outputs[0]](Peers& peers) {
+                      peers.scatter(out, all, root);
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::reduce_scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) {
+  checks_.reduce_scatter(outputs, inputs, opts.reduceOp);
+  Call call = call_of(Kind::reduce_scatter, outputs[0], outputs[0].numel());
+  call.reduce_op = reduce_op_name(opts.reduceOp);
+  call.in_elements = total(inputs[0]);
+  call.in_splits = uneven_sizes(inputs[0]);
+  call.is_async = opts.asyncOp;
+  return issue(OpType::REDUCE_SCATTER, CRYSTAL_TITLE("reduce_scatter"),
+               Part{call, inputs[0], outputs,
+                    [out = outputs[0], in = inputs[0], op = opts.reduceOp](Peers& peers) {
+                      peers.reduce_scatter(out, in, op);
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK(
+      outputs.size() == inputs.size() && !inputs.empty(),
+      "reduce_scatter needs as many outputs as inputs, got ", outputs.size(), " and ",
+      inputs.size(), ". Rank ", world_->rank(), ". Pass one output per input.");
+  std::vector<Part> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    checks_.reduce_scatter_flat(outputs[i], inputs[i], opts.reduceOp);
+    Call call = call_of(Kind::reduce_scatter, outputs[i], outputs[i].numel());
+    call.reduce_op = reduce_op_name(opts.reduceOp);
+    call.in_elements = inputs[i].numel();
+    call.is_async = opts.asyncOp;
+    parts.push_back(Part{call, {inputs[i]}, {outputs[i]},
+                         [out = outputs[i], in = inputs[i], op = opts.reduceOp](Peers& peers) {
+                           peers.reduce_scatter(out, in, op);
+                         }});
+  }
+  return issue(OpType::_REDUCE_SCATTER_BASE, CRYSTAL_TITLE("_reduce_scatter_base"),
+               std::move(parts), opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits,
+    std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& opts) {
+  checks_.all_to_all_flat(output, input, out_splits, in_splits);
+  Call call = call_of(Kind::all_to_all, input, input.numel() / getSize());
+  call.in_elements = input.numel();
+  call.out_elements = output.numel();
+  call.in_splits = in_splits;
+  call.out_splits = out_splits;
+  call.is_async = opts.asyncOp;
+  return issue(OpType::ALLTOALL_BASE, CRYSTAL_TITLE("all_to_all"),
+               Part{call, {input}, {output},
+                    [output, input, out_splits, in_splits](Peers& peers) {
+                      peers.all_to_all(output, input, out_splits, in_splits);
+                    }},
+               opts.timeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::alltoall(
+    Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+  if (flavour_ == Flavour::gloo) { // gloo learnt it later
+    return Backend::alltoall(outputs, inputs, opts);
+  }
+#endif
+  checks_.all_to_all(outputs, inputs);
+  Call call = call_of(Kind::all_to_all, inputs[0], inputs[0].numel());
+  call.in_elements = total(inputs);
+  call.out_elements = total(outputs);
+  call.in_splits = uneven_sizes(inputs);
+  call.out_splits = uneven_sizes(outputs);
+  call.is_async = opts.asyncOp;
+  return issue(OpType::ALLTOALL, CRYSTAL_TITLE("all_to_all"),
+               Part{call, inputs, outputs,
+                    [outputs, inputs](Peers& peers) { peers.all_to_all(outputs, inputs); }},
+               opts.timeout);
+}
+
+// --- point to point -------------------------------------------------------------
+
+VirtualBackend::WorkPtr VirtualBackend::send(Tensors& tensors, int peer, int tag) {
+  checks_.send(tensors, peer);
+  Call call = call_of(Kind::send, tensors[0], tensors[0].numel());
+  call.peer = peer;
+  call.tag = tag;
+  call.out_elements = 0;
+  call.is_async = true;
+  return issue(OpType::SEND, CRYSTAL_TITLE("send"), Part{call, tensors, {}, nullptr},
+               c10d::kUnsetTimeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::recv(Tensors& tensors, int peer, int tag) {
+  checks_.recv(tensors, peer);
+  Call call = call_of(Kind::recv, tensors[0], tensors[0].numel());
+  call.peer = peer;
+  call.tag = tag;
+  call.in_elements = 0;
+  call.is_async = true;
+  return issue(OpType::RECV, CRYSTAL_TITLE("recv"),
+               Part{call, {}, tensors,
+                    [tensor = tensors[0], peer](Peers& peers) { peers.receive(tensor, peer); }},
+               c10d::kUnsetTimeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::recvAnysource(Tensors& tensors, int tag) {
+  if (flavour_ == Flavour::nccl) {
+    return Backend::recvAnysource(tensors, tag);
+  }
+  TORCH_CHECK(
+      getSize() > 1, "A receive from any source has nobody to receive from. Rank ",
+      world_->rank(), ", group of one. Receive in a group with other members.");
+  const int peer = group().next_source();
+  checks_.recv(tensors, peer);
+  Call call = call_of(Kind::recv, tensors[0], tensors[0].numel());
+  call.peer = peer;
+  call.any_source = true;
+  call.tag = tag;
+  call.in_elements = 0;
+  call.is_async = true;
+  return issue(OpType::RECVANYSOURCE, CRYSTAL_TITLE("recvAnySource"),
+               Part{call, {}, tensors,
+                    [tensor = tensors[0], peer](Peers& peers) { peers.receive(tensor, peer); }},
+               c10d::kUnsetTimeout);
+}
+
+VirtualBackend::WorkPtr VirtualBackend::barrier(const c10d::BarrierOptions& opts) {
+  Call call;
+  call.kind = Kind::barrier;
+  call.is_async = opts.asyncOp;
+  return issue(OpType::BARRIER, CRYSTAL_TITLE("barrier"), Part{call, {}, {}, nullptr},
+               opts.timeout);
+}
+
+void VirtualBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  if (flavour_ != Flavour::gloo) {
+    Backend::monitoredBarrier(opts, wait_all_ranks);
+  }
+  barrier(opts)->wait();
+}
+
+} // namespace crystal

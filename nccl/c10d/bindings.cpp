@@ -1,0 +1,236 @@
+// The Python face of the logical world and of the c10d backend.
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "c10d/backend.h"
+#include "c10d/store.h"
+#include "core/clock.h"
+#include "core/world.h"
+
+namespace py = pybind11;
+using namespace crystal;
+
+namespace {
+
+constexpr auto kDefaultTimeout = kBackendDefaultTimeout;
+
+py::dict columns_of(const std::vector<CallRecord>& records, const World& world) {
+  const auto groups = world.groups();
+  py::list call, kind, op, dtype, count, group, root, offset, wraps, batch, stream;
+  py::list text, seq, mark, seq_in_mark, root_rank, peer_rank, any_source, tag, in_elements,
+      out_elements, in_splits, out_splits, is_async, arrival, release;
+  for (const auto& r : records) {
+    const Group& g = *groups.at(r.group);
+    call.append(r.call);
+    kind.append(to_string(r.kind));
+    op.append(r.reduce_op);
+    dtype.append(r.dtype);
+    count.append(r.count);
+    group.append(r.group);
+    root.append(to_string(r.root));
+    offset.append(r.peer_offset);
+    wraps.append(r.peer_wraps);
+    batch.append(r.batch);
+    stream.append(r.stream);
+    text.append(key(r, g));
+    seq.append(r.position.seq);
+    mark.append(r.position.mark);
+    seq_in_mark.append(r.position.seq_in_mark);
+    root_rank.append(r.root_rank < 0 ? -1 : g.global(r.root_rank));
+    peer_rank.append(r.peer_rank < 0 ? -1 : g.global(r.peer_rank));
+    any_source.append(r.any_source);
+    tag.append(r.tag);
+    in_elements.append(r.in_elements);
+    out_elements.append(r.out_elements);
+    in_splits.append(r.in_splits);
+    out_splits.append(r.out_splits);
+    is_async.append(r.is_async);
+    arrival.append(r.arrival_ns);
+    release.append(r.release_ns);
+  }
+  py::dict columns;
+  columns["call"] = call;
+  columns["kind"] = kind;
+  columns["reduce_op"] = op;
+  columns["dtype"] = dtype;
+  columns["count"] = count;
+  columns["group"] = group;
+  columns["root"] = root;
+  columns["peer_offset"] = offset;
+  columns["peer_wraps"] = wraps;
+  columns["batch"] = batch;
+  columns["stream"] = stream;
+  columns["key"] = text;
+  columns["seq"] = seq;
+  columns["mark"] = mark;
+  columns["seq_in_mark"] = seq_in_mark;
+  columns["root_rank"] = root_rank;
+  columns["peer_rank"] = peer_rank;
+  columns["any_source"] = any_source;
+  columns["tag"] = tag;
+  columns["in_elements"] = in_elements;
+  columns["out_elements"] = out_elements;
+  columns["in_splits"] = in_splits;
+  columns["out_splits"] = out_splits;
+  columns["is_async"] = is_async;
+  columns["arrival_ns"] = arrival;
+  columns["release_ns"] = release;
+  return columns;
+}
+
+c10::intrusive_ptr<VirtualOptions> with_timeout(
+    const char* backend, std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<VirtualOptions>(backend, timeout);
+}
+
+template <class Options>
+void options_methods(Options& cls) {
+  // torch copies a parent's options before it changes them for a child.
+  cls.def("__deepcopy__", [](py::object self, const py::dict&) {
+    const auto& from = self.cast<VirtualOptions&>();
+    auto copy = with_timeout(from.backend.c_str(), from.timeout);
+    copy->group_name = from.group_name;
+    copy->group_desc = from.group_desc;
+    copy->global_ranks_in_group = from.global_ranks_in_group;
+    py::object made = py::cast(copy);
+    made.attr("__dict__").attr("update")(self.attr("__dict__"));
+    return made;
+  });
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "Logical world, virtual c10d backend and rendezvous store.";
+  // The base classes of ours are registered there.
+  py::module_::import("torch._C._distributed_c10d");
+
+  py::class_<Payload>(m, "Payload")
+      .def(py::init([](std::string dtype, const py::bytes& bytes, std::vector<int64_t> splits) {
+             return Payload{std::move(dtype), bytes, std::move(splits)};
+           }),
+           py::arg("dtype"), py::arg("bytes"), py::arg("splits") = std::vector<int64_t>{});
+
+  py::class_<Group, std::shared_ptr<Group>>(m, "Group")
+      .def_property_readonly("id", &Group::id)
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("members", &Group::members)
+      .def_property_readonly("creation", &Group::creation)
+      .def_property_readonly("signature", &Group::signature)
+      .def_property_readonly("identity", &Group::identity)
+      .def_property_readonly("description", &Group::description)
+      .def_property_readonly("num_collectives", &Group::num_collectives)
+      .def("num_messages", &Group::num_messages, py::arg("from_rank"), py::arg("to_rank"));
+
+  m.def("axis_signature", &axis_signature, py::arg("members"));
+  m.def("digest", &digest, py::arg("numbers"));
+
+  py::class_<World, std::shared_ptr<World>>(m, "World")
+      .def(py::init<int, int, uint64_t>(), py::arg("rank"), py::arg("size"), py::arg("seed") = 0)
+      .def_property_readonly("rank", &World::rank)
+      .def_property_readonly("size", &World::size)
+      .def_property_readonly("groups", &World::groups)
+      .def_property_readonly("num_calls", &World::num_calls)
+      .def_property_readonly("num_invented", &World::num_invented)
+      .def_property_readonly(
+          "inventions",
+          [](const World& world) {
+            py::list found;
+            for (const auto& i : world.inventions()) {
+              found.append(py::make_tuple(i.call, i.key, i.how));
+            }
+            return found;
+          },
+          "The first hundred invented control values: (call, key, how).")
+      .def("note_invented", &World::note_invented, py::arg("what"), py::arg("how"))
+      .def("keep_records", &World::keep_records, py::arg("keep"))
+      .def("take_records",
+           [](World& world) { return columns_of(world.take_records(), world); })
+      .def("set_transfer_ns",
+           [](World& world, int64_t ns) { world.set_release_rule(fixed_release(ns)); },
+           py::arg("transfer_ns"), "Every call ends so long after its arrival.")
+      .def("set_strict", &World::set_strict, py::arg("strict"))
+      .def("keep_buffers", &World::keep_buffers, py::arg("keep"))
+      .def("mark", &World::mark)
+      .def_property_readonly("marks", &World::marks)
+      .def("set_period", &World::set_period, py::arg("prologue_marks"), py::arg("period"))
+      .def("add_payload", &World::add_payload, py::arg("group"), py::arg("iteration"),
+           py::arg("seq"), py::arg("rank"), py::arg("peer"), py::arg("payload"))
+      .def("drop_payload", &World::drop_payload, py::arg("group"), py::arg("iteration"),
+           py::arg("seq"), py::arg("rank"), py::arg("peer"))
+      .def("has_payload",
+           [](const World& world, const Group& group, int64_t seq, int rank, int peer) {
+             const auto found = world.payloads(group, Position{seq, world.marks(), -1});
+             return found != nullptr && found->count({rank, peer}) > 0;
+           },
+           py::arg("group"), py::arg("seq"), py::arg("rank"), py::arg("peer") = -1);
+
+  m.def("the_world", &the_world);
+  m.def("set_world", &set_world, py::arg("world").none(true));
+  m.def("now_ns", &now_ns);
+  m.def("stop_timer", &stop_timer, py::call_guard<py::gil_scoped_release>());
+  m.def("add_store_payload",
+        [](const std::string& key, const py::bytes& value) { add_store_payload(key, value); },
+        py::arg("key"), py::arg("value"));
+  m.def("reset_stores", &reset_stores);
+
+  py::class_<VirtualStore, c10::intrusive_ptr<VirtualStore>, c10d::Store>(m, "VirtualStore")
+      .def(py::init([](const std::string& endpoint, std::chrono::milliseconds timeout) {
+             return c10::make_intrusive<VirtualStore>(endpoint, timeout);
+           }),
+           py::arg("endpoint"), py::arg("timeout") = c10d::Store::kDefaultTimeout);
+
+  py::class_<VirtualOptions, c10::intrusive_ptr<VirtualOptions>, c10d::Backend::Options>
+      options(m, "Options", py::dynamic_attr());
+  options.def(py::init([](const std::string& backend, std::chrono::milliseconds timeout) {
+                return c10::make_intrusive<VirtualOptions>(backend, timeout);
+              }),
+              py::arg("backend"), py::arg("timeout") = kDefaultTimeout);
+  options_methods(options);
+
+  py::class_<VirtualBackend, c10::intrusive_ptr<VirtualBackend>, c10d::Backend>(
+      m, "VirtualBackend", py::dynamic_attr())
+      .def_property_readonly(
+          "crystal_group",
+          [](VirtualBackend& self) {
+            const int id = self.group().id();
+            return the_world()->groups().at(id);
+          })
+      .def_property_readonly("options", &VirtualBackend::virtual_options)
+      .def("_get_backend_name", &VirtualBackend::getBackendName)
+      .def("comm_split_count", &VirtualBackend::splits)
+      .def("perform_nocolor_split", [](VirtualBackend&, const py::object&) {})
+      .def("_is_initialized", [](VirtualBackend&) { return true; });
+
+  py::class_<GlooBackend, c10::intrusive_ptr<GlooBackend>, VirtualBackend>(m, "GlooBackend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       std::chrono::milliseconds timeout) {
+             return c10::make_intrusive<GlooBackend>(
+                 Flavour::gloo, store, rank, size, with_timeout("gloo", timeout));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout") = kDefaultTimeout)
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       c10::intrusive_ptr<VirtualOptions> options) {
+             return c10::make_intrusive<GlooBackend>(
+                 Flavour::gloo, store, rank, size, std::move(options));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"));
+
+  py::class_<NcclBackend, c10::intrusive_ptr<NcclBackend>, VirtualBackend>(m, "NcclBackend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       c10::intrusive_ptr<VirtualOptions> options) {
+             return c10::make_intrusive<NcclBackend>(
+                 Flavour::nccl, store, rank, size, std::move(options));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       std::chrono::milliseconds timeout) {
+             return c10::make_intrusive<NcclBackend>(
+                 Flavour::nccl, store, rank, size, with_timeout("nccl", timeout));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout") = kDefaultTimeout);
+}

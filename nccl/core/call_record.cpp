@@ -1,0 +1,86 @@
+#include "core/call_record.h"
+
+namespace crystal {
+
+const char* to_string(Kind kind) {
+  switch (kind) {
+    case Kind::all_reduce: return "all_reduce";
+    case Kind::reduce: return "reduce";
+    case Kind::broadcast: return "broadcast";
+    case Kind::all_gather: return "all_gather";
+    case Kind::reduce_scatter: return "reduce_scatter";
+    case Kind::all_to_all: return "all_to_all";
+    case Kind::gather: return "gather";
+    case Kind::scatter: return "scatter";
+    case Kind::send: return "send";
+    case Kind::recv: return "recv";
+    case Kind::barrier: return "barrier";
+  }
+  return "?";
+}
+
+const char* to_string(Root root) {
+  switch (root) {
+    case Root::none: return "none";
+    case Root::me: return "me";
+    case Root::other: return "other";
+  }
+  return "?";
+}
+
+CallRecord make_call_record(const Call& call, Group& group, int64_t number, int64_t mark) {
+  CallRecord record;
+  record.call = number;
+  record.kind = call.kind;
+  record.reduce_op = call.reduce_op;
+  record.dtype = call.dtype;
+  record.count = call.in_splits.empty() && call.out_splits.empty() ? call.count : -1;
+  record.group = group.id();
+  if (call.root >= 0) {
+    record.root = call.root == group.rank() ? Root::me : Root::other;
+  }
+  if (call.peer >= 0) {
+    record.peer_offset = (call.peer - group.rank() + group.size()) % group.size();
+    record.peer_wraps = call.peer < group.rank();
+  }
+  record.batch = call.batch;
+  record.stream = call.stream;
+  if (call.kind == Kind::send) {
+    record.position = group.next_pair(group.rank(), call.peer, mark);
+  } else if (call.kind == Kind::recv) {
+    record.position = group.next_pair(call.peer, group.rank(), mark);
+  } else {
+    record.position = group.next_collective(mark);
+  }
+  record.root_rank = call.root;
+  record.peer_rank = call.peer;
+  record.any_source = call.any_source;
+  record.tag = call.tag;
+  record.in_elements = call.in_elements;
+  record.out_elements = call.out_elements;
+  record.in_splits = call.in_splits;
+  record.out_splits = call.out_splits;
+  record.is_async = call.is_async;
+  return record;
+}
+
+std::string key(const CallRecord& record, const Group& group) {
+  std::string text = to_string(record.kind);
+  const auto add = [&](const char* name, const std::string& value) {
+    text += std::string(" ") + name + "=" + value;
+  };
+  if (*record.reduce_op) add("op", record.reduce_op);
+  if (*record.dtype) add("dtype", record.dtype);
+  add("count", record.count < 0 ? "split" : std::to_string(record.count));
+  add("group", group.signature() + "/" + std::to_string(group.size()) + "#" +
+          std::to_string(group.creation()));
+  if (record.root != Root::none) add("root", to_string(record.root));
+  if (record.peer_offset >= 0) {
+    add("peer", std::to_string(record.peer_offset) + (record.peer_wraps ? "w" : ""));
+  }
+  if (record.batch >= 0) add("batch", std::to_string(record.batch));
+  add("stream", std::to_string(record.stream));
+  return text;
+}
+
+} // namespace crystal

@@ -1,0 +1,91 @@
+// The call record: the canonical form of one communication call. Roles,
+// period, fingerprint, checks, payloads and durations are all keyed by it, so
+// it is made in one place, make_call_record(), whatever holds the call.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/group.h"
+
+namespace crystal {
+
+enum class Kind : uint8_t {
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  gather,
+  scatter,
+  send,
+  recv,
+  barrier,
+};
+const char* to_string(Kind kind);
+
+// Whose call the root's is, as far as a rank's role goes.
+enum class Root : uint8_t { none, me, other };
+const char* to_string(Root root);
+
+// A communication call as its backend sees it. Ranks are group ranks.
+struct Call {
+  Kind kind = Kind::barrier;
+  const char* reduce_op = ""; // static text, "" where nothing is reduced
+  const char* dtype = "";     // static text in torch's spelling, "" for a barrier
+  // Elements by NCCL's convention: what one rank contributes, and for
+  // reduce_scatter and scatter what one rank receives; all_to_all: what one
+  // rank sends to one peer.
+  int64_t count = 0;
+  int64_t in_elements = 0;
+  int64_t out_elements = 0;
+  // Given only where the program gave them. Split sizes are data, not
+  // structure: with them `count` is no part of the key.
+  std::vector<int64_t> in_splits;
+  std::vector<int64_t> out_splits;
+  int root = -1;
+  int peer = -1;
+  bool any_source = false;
+  int tag = 0;
+  int64_t batch = -1;
+  int64_t stream = 0;
+  bool is_async = false;
+};
+
+struct CallRecord {
+  int64_t call = 0; // ordinal among all calls of this rank
+  Kind kind = Kind::barrier;
+  const char* reduce_op = "";
+  const char* dtype = "";
+  int64_t count = 0; // -1 where the program gave split sizes
+  int group = -1;    // id in the world's group table
+  Root root = Root::none;
+  int peer_offset = -1;   // (peer - me) mod group size
+  bool peer_wraps = false; // the step to the peer passes the group's end
+  int64_t batch = -1;
+  int64_t stream = 0;
+
+  // Beside the key.
+  Position position;
+  int root_rank = -1; // group rank
+  int peer_rank = -1; // group rank
+  bool any_source = false;
+  int tag = 0;
+  int64_t in_elements = 0;
+  int64_t out_elements = 0;
+  std::vector<int64_t> in_splits;
+  std::vector<int64_t> out_splits;
+  bool is_async = false;
+  int64_t arrival_ns = 0; // CLOCK_MONOTONIC
+  int64_t release_ns = 0;
+};
+
+// The only place where a call becomes a record. Advances the group's counters.
+CallRecord make_call_record(const Call& call, Group& group, int64_t number, int64_t mark);
+
+// The key as text: equal exactly for calls that are equal in structure.
+std::string key(const CallRecord& record, const Group& group);
+
+} // namespace crystal

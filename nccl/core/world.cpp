@@ -1,0 +1,194 @@
+#include "core/world.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+namespace crystal {
+namespace {
+
+// Enough to see where values were invented; the count goes on.
+constexpr size_t kInventionsKept = 100;
+
+std::shared_ptr<World>& world_slot() {
+  static auto* slot = new std::shared_ptr<World>;
+  return *slot;
+}
+
+class FixedRelease : public ReleaseRule {
+ public:
+  explicit FixedRelease(int64_t transfer_ns) : transfer_ns_(transfer_ns) {}
+  int64_t release_ns(const CallRecord&, int64_t arrival_ns) override {
+    return arrival_ns + transfer_ns_;
+  }
+
+ private:
+  int64_t transfer_ns_;
+};
+
+} // namespace
+
+std::shared_ptr<World> the_world() { return world_slot(); }
+void set_world(std::shared_ptr<World> world) { world_slot() = std::move(world); }
+
+std::shared_ptr<ReleaseRule> fixed_release(int64_t transfer_ns) {
+  return std::make_shared<FixedRelease>(transfer_ns);
+}
+
+World::World(int rank, int size, uint64_t seed)
+    : rank_(rank), size_(size), seed_(seed), rule_(fixed_release(0)) {}
+
+std::shared_ptr<Group> World::create_group(std::vector<int> members) {
+  if (members.empty()) {
+    members.resize(size_);
+    std::iota(members.begin(), members.end(), 0);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int creation = created_[members]++;
+  auto group = std::make_shared<Group>(
+      static_cast<int>(groups_.size()), std::move(members), rank_, creation);
+  groups_.push_back(group);
+  return group;
+}
+
+std::vector<std::shared_ptr<Group>> World::groups() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return groups_;
+}
+
+void World::name_group(const std::string& name, int size) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  group_sizes_[name] = size;
+}
+
+int World::size_of_group_named_in(const std::string& store_key) const {
+  // A prefix store writes "<name>/<key>"; names nest from the outside in, and
+  // the innermost group that we know of is the one that counts.
+  std::lock_guard<std::mutex> lock(mutex_);
+  int size = size_;
+  for (size_t begin = 0; begin < store_key.size();) {
+    const size_t end = std::min(store_key.find('/', begin), store_key.size());
+    const auto known = group_sizes_.find(store_key.substr(begin, end - begin));
+    if (known != group_sizes_.end()) {
+      size = known->second;
+    }
+    begin = end + 1;
+  }
+  return size;
+}
+
+CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  CallRecord record = make_call_record(call, group, num_calls_++, mark_);
+  record.arrival_ns = arrival_ns;
+  record.release_ns = rule_->release_ns(record, arrival_ns);
+  if (keep_records_) {
+    records_.push_back(record);
+  }
+  return record;
+}
+
+int64_t World::new_batch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_batches_++;
+}
+
+int64_t World::this_thread() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return threads_.emplace(std::this_thread::get_id(), threads_.size()).first->second;
+}
+
+std::vector<CallRecord> World::take_records() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(records_, {});
+}
+
+void World::set_period(int64_t prologue_marks, int64_t period) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  prologue_marks_ = prologue_marks;
+  period_ = period;
+}
+
+void World::add_payload(const std::string& group, int64_t iteration, int64_t seq, int rank,
+                        int peer, Payload payload) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& call = payloads_[{group, iteration, seq}];
+  if (!call) {
+    call = std::make_shared<CallPayloads>();
+  }
+  (*call)[{rank, peer}] = std::move(payload);
+}
+
+void World::drop_payload(const std::string& group, int64_t iteration, int64_t seq, int rank,
+                         int peer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto call = payloads_.find({group, iteration, seq});
+  if (call != payloads_.end()) {
+    call->second->erase({rank, peer});
+    if (call->second->empty()) {
+      payloads_.erase(call);
+    }
+  }
+}
+
+std::shared_ptr<const World::CallPayloads> World::payloads(const Group& group,
+                                                           const Position& at) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (payloads_.empty()) {
+    return nullptr;
+  }
+  auto found = payloads_.find({group.identity(), -1, at.seq});
+  if (found == payloads_.end() && period_ > 0 && at.mark >= prologue_marks_) {
+    found = payloads_.find(
+        {group.identity(), (at.mark - prologue_marks_) % period_, at.seq_in_mark});
+  }
+  return found == payloads_.end() ? nullptr : found->second;
+}
+
+void World::invented(const CallRecord& record, const Group& group, const char* how) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (strict_) {
+    throw std::runtime_error(
+        "A control value of a virtual peer is not in the payload book. Rank " +
+        std::to_string(rank_) + ", call " + std::to_string(record.call) + " (" +
+        key(record, group) + "), group " + group.identity() + ", sequence number " +
+        std::to_string(record.position.seq) +
+        ". Capture the job again, or run without --strict to have such values invented.");
+  }
+  ++num_invented_;
+  if (inventions_.size() < kInventionsKept) {
+    inventions_.push_back(Invented{record.call, key(record, group), how});
+  }
+}
+
+int64_t World::num_calls() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_calls_;
+}
+
+int64_t World::num_invented() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_invented_;
+}
+
+void World::note_invented(const std::string& what, const std::string& how) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (strict_) {
+    throw std::runtime_error(
+        "A control value of a virtual peer is not in the payload book. Rank " +
+        std::to_string(rank_) + ", before call " + std::to_string(num_calls_) + ": " + what +
+        ". Capture the job again, or run without --strict to have such values invented.");
+  }
+  ++num_invented_;
+  if (inventions_.size() < kInventionsKept) {
+    inventions_.push_back(Invented{num_calls_, what, how});
+  }
+}
+
+std::vector<Invented> World::inventions() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return inventions_;
+}
+
+} // namespace crystal

@@ -1,0 +1,132 @@
+// One logical rank's world: who it is, the groups it made, the calls it made,
+// and what its virtual peers would have sent where that is known.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "core/call_record.h"
+#include "core/group.h"
+
+namespace crystal {
+
+// What one rank contributed to one call: the bytes of its tensor, and for
+// all_to_all with explicit splits how many elements go to each peer.
+struct Payload {
+  std::string dtype;
+  std::string bytes;
+  std::vector<int64_t> splits;
+};
+
+// A control value for which there was no payload, so that it was invented.
+struct Invented {
+  int64_t call = 0;
+  std::string key;
+  std::string how; // "mirrored", "zeros", "kept"
+};
+
+// When a call ends that arrived at `arrival_ns`.
+class ReleaseRule {
+ public:
+  virtual ~ReleaseRule() = default;
+  virtual int64_t release_ns(const CallRecord& record, int64_t arrival_ns) = 0;
+};
+
+class World {
+ public:
+  World(int rank, int size, uint64_t seed);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  uint64_t seed() const { return seed_; }
+
+  // --- groups. Members must be given in group order; empty means everybody.
+  std::shared_ptr<Group> create_group(std::vector<int> members);
+  std::vector<std::shared_ptr<Group>> groups() const;
+  // Size of the group of this name, or of the world: how many take part in a
+  // store-based barrier below that name.
+  void name_group(const std::string& name, int size);
+  int size_of_group_named_in(const std::string& store_key) const;
+
+  // --- calls
+  // Makes the record of a call that has just arrived, and its release time.
+  CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns);
+  int64_t new_batch();
+  // Small number of the calling host thread, in the order of their first calls.
+  int64_t this_thread();
+  void keep_records(bool keep) { keep_records_ = keep; }
+  std::vector<CallRecord> take_records();
+  int64_t num_calls() const;
+  void set_release_rule(std::shared_ptr<ReleaseRule> rule) { rule_ = std::move(rule); }
+  // Begins an iteration: payload positions count from here.
+  void mark() { ++mark_; }
+  int64_t marks() const { return mark_; }
+
+  // --- payloads. Ranks are global; `peer` is the receiver of a send, else -1.
+  // iteration -1: `seq` counts from the group's creation. iteration k >= 0:
+  // `seq` counts from the k-th mark of the period that begins after `prologue`
+  // marks.
+  void set_period(int64_t prologue_marks, int64_t period);
+  void add_payload(const std::string& group, int64_t iteration, int64_t seq, int rank, int peer,
+                   Payload payload);
+  // The position's payloads by (rank, peer); null where nothing is known of the call.
+  using CallPayloads = std::map<std::pair<int, int>, Payload>;
+  std::shared_ptr<const CallPayloads> payloads(const Group& group, const Position& at) const;
+  void drop_payload(const std::string& group, int64_t iteration, int64_t seq, int rank, int peer);
+
+  // --- control values without payload
+  void set_strict(bool strict) { strict_ = strict; }
+  // Notes that one was invented; an error when strict.
+  void invented(const CallRecord& record, const Group& group, const char* how);
+  // The same for a value that is invented above the backend.
+  void note_invented(const std::string& what, const std::string& how);
+  std::vector<Invented> inventions() const;
+  int64_t num_invented() const;
+
+  // While above zero, a receive from a virtual root keeps what the buffer
+  // holds: set around calls whose buffers are known to be initialised.
+  void keep_buffers(bool keep) { keep_buffers_ += keep ? 1 : -1; }
+  bool keeps_buffers() const { return keep_buffers_ > 0; }
+
+ private:
+  // Group identity, iteration, sequence number.
+  using PayloadKey = std::tuple<std::string, int64_t, int64_t>;
+
+  const int rank_;
+  const int size_;
+  const uint64_t seed_;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Group>> groups_;
+  std::map<std::vector<int>, int> created_; // groups so far, by members
+  std::unordered_map<std::string, int> group_sizes_;
+  std::map<std::thread::id, int64_t> threads_;
+  std::vector<CallRecord> records_;
+  bool keep_records_ = false;
+  int64_t num_calls_ = 0;
+  int64_t num_batches_ = 0;
+  int64_t mark_ = 0;
+  int64_t prologue_marks_ = 0;
+  int64_t period_ = 0;
+  std::shared_ptr<ReleaseRule> rule_;
+  std::map<PayloadKey, std::shared_ptr<CallPayloads>> payloads_;
+  bool strict_ = false;
+  int keep_buffers_ = 0;
+  std::vector<Invented> inventions_;
+  int64_t num_invented_ = 0;
+};
+
+// The process's world; null before set_world().
+std::shared_ptr<World> the_world();
+void set_world(std::shared_ptr<World> world);
+
+// Every call ends `transfer_ns` after it arrived.
+std::shared_ptr<ReleaseRule> fixed_release(int64_t transfer_ns);
+
+} // namespace crystal

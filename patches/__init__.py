@@ -1,0 +1,11 @@
+"""Changes to other people's code that make an unmodified program run as one logical rank.
+
+One folder per stack, one file per patch. Imported as `crystalllm_patches`;
+`crystalllm.patching` says how a patch is described and applied.
+"""
+
+from __future__ import annotations
+
+from crystalllm_patches.torch import PATCHES as TORCH_PATCHES
+
+ALL = (*TORCH_PATCHES,)

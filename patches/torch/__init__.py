@@ -1,0 +1,27 @@
+"""Patches for torch's distributed packages, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from crystalllm_patches.torch import (
+    debug_wrapper,
+    dtensor_distribution,
+    gloo_backend,
+    initialised_buffers,
+    nccl_without_cuda,
+    object_collectives,
+    split_without_accelerator,
+    stores,
+    zero_optimizer,
+)
+
+PATCHES = (
+    stores.PATCH,
+    gloo_backend.PATCH,
+    nccl_without_cuda.PATCH,
+    debug_wrapper.PATCH,
+    split_without_accelerator.PATCH,
+    object_collectives.PATCH,
+    initialised_buffers.PATCH,
+    dtensor_distribution.PATCH,
+    zero_optimizer.PATCH,
+)

@@ -1,0 +1,3 @@
+"""What the torch patches were made for and are tested with."""
+
+SUPPORTED = ">=2.11,<2.14"
