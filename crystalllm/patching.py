@@ -42,7 +42,7 @@ class Patch:
         versions: Versions that it was made for and tested with.
         apply: Changes the module. Its docstring says Problem, Change, Effect
             on numbers and Turn off.
-        skip: Gives a reason not to apply it here, or None.
+        skip: Gives a reason not to apply it to the module here, or None.
     """
 
     id: str
@@ -50,7 +50,7 @@ class Patch:
     package: str
     versions: str
     apply: Callable[[ModuleType], None]
-    skip: Callable[[], str | None] = lambda: None
+    skip: Callable[[ModuleType], str | None] = lambda _: None
 
     @property
     def documentation(self) -> str:
@@ -79,7 +79,7 @@ def install(patches: Iterable[Patch]) -> None:
 
 def _hook(patch: Patch) -> Callable[[ModuleType], None]:
     def apply(module: ModuleType) -> None:
-        if reason := patch.skip():
+        if reason := patch.skip(module):
             log.info("%s: skipped, %s", patch.id, reason)
             return
         version = Version(Version(metadata.version(patch.package)).base_version)

@@ -13,11 +13,11 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import pytest  # noqa: E402
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,9 +53,7 @@ def virtual() -> Callable[..., Any]:
                 dist.init_process_group(backend)
             return function()
 
-        identity = Identity(
-            rank=rank, world_size=world, ranks_per_node=ranks_per_node, seed=seed
-        )
+        identity = Identity(rank=rank, world_size=world, ranks_per_node=ranks_per_node, seed=seed)
         return warm.call(program, identity, limit_s=limit_s, **enter)
 
     return run

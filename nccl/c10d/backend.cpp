@@ -181,7 +181,7 @@ VirtualBackend::WorkPtr VirtualBackend::issue(
     batch_held_.insert(batch_held_.end(), outputs.begin(), outputs.end());
   }
   return c10::make_intrusive<VirtualWork>(
-      getRank(), type, title, std::move(outputs), std::move(held), last, key(last, group()),
+      getRank(), type, title, std::move(outputs), std::move(held), last, group_,
       timeout > std::chrono::milliseconds(0) ? timeout : options_->timeout);
 }
 
@@ -213,7 +213,7 @@ VirtualBackend::WorkPtr VirtualBackend::endCoalescing() {
   held.swap(batch_held_);
   return c10::make_intrusive<VirtualWork>(
       getRank(), OpType::COALESCED, "nccl:coalesced", Tensors{}, std::move(held), batch_last_,
-      key(batch_last_, group()), options_->timeout);
+      group_, options_->timeout);
 }
 
 #define CRYSTAL_TITLE(name) (flavour_ == Flavour::gloo ? "gloo:" name : "nccl:" name)

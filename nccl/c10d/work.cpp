@@ -6,11 +6,11 @@ namespace crystal {
 
 VirtualWork::VirtualWork(
     int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
-    std::vector<at::Tensor> held, const CallRecord& record, std::string call_key,
+    std::vector<at::Tensor> held, const CallRecord& record, std::shared_ptr<const Group> group,
     std::chrono::milliseconds timeout)
     : c10d::Work(rank, type, title, held),
       record_(record),
-      key_(std::move(call_key)),
+      group_(std::move(group)),
       timeout_(timeout),
       outputs_(std::move(outputs)),
       held_(std::move(held)) {}
@@ -48,7 +48,8 @@ bool VirtualWork::wait(std::chrono::milliseconds timeout) {
     wait_until_ns(now + limit_ns);
     TORCH_CHECK_WITH(
         DistBackendError, false, "Timed out waiting ", limit.count(),
-        "ms for a communication call to complete. Call ", record_.call, " (", key_,
+        "ms for a communication call to complete. Call ", record_.call, " (",
+        key(record_, *group_),
         "), which is due ", (record_.release_ns - now) / 1'000'000,
         "ms after the wait began. Raise the group's timeout or shorten the transfer.");
   }

@@ -15,7 +15,7 @@ class VirtualWork : public c10d::Work {
   // `held` are tensors that a real call would read or write until it is done.
   VirtualWork(
       int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
-      std::vector<at::Tensor> held, const CallRecord& record, std::string call_key,
+      std::vector<at::Tensor> held, const CallRecord& record, std::shared_ptr<const Group> group,
       std::chrono::milliseconds timeout);
   ~VirtualWork() override;
 
@@ -34,7 +34,7 @@ class VirtualWork : public c10d::Work {
   void complete();
 
   CallRecord record_;
-  std::string key_;
+  std::shared_ptr<const Group> group_;
   std::chrono::milliseconds timeout_;
   std::vector<at::Tensor> outputs_;
   std::vector<at::Tensor> held_;

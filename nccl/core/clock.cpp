@@ -1,6 +1,9 @@
 #include "core/clock.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <ctime>
 #include <map>
@@ -13,10 +16,21 @@
 namespace crystal {
 namespace {
 
-// A sleeping thread is woken up to its timer slack late, 50 us by default;
-// with a slack of 1 ns what is left is the scheduler, some 10 us on a quiet
-// core. Spinning over the last 100 us absorbs that at little cost.
-constexpr int64_t kSpinNs = 100'000;
+// A sleeping thread is woken late: by its timer slack (50 us by default, 1 ns
+// here), by the scheduler, and on a virtual machine by the host, from some 10 us
+// on a quiet core to several 100 us. So a wait sleeps until shortly before its deadline
+// and spins over the rest, which is as long as recent wakes were late.
+constexpr int64_t kLeastSpinNs = 200'000;
+constexpr int64_t kMostSpinNs = 2'000'000;
+std::atomic<int64_t> spin_ns{300'000};
+
+// Widens the spin at once when a wake came too late, narrows it slowly.
+void learn_from_wake(int64_t late_ns) {
+  const int64_t wanted = std::clamp(late_ns + late_ns / 2, kLeastSpinNs, kMostSpinNs);
+  const int64_t held = spin_ns.load(std::memory_order_relaxed);
+  spin_ns.store(
+      wanted > held ? wanted : held - (held - wanted) / 256, std::memory_order_relaxed);
+}
 
 void sleep_until_ns(int64_t deadline_ns) {
   thread_local const bool precise = prctl(PR_SET_TIMERSLACK, 1UL, 0, 0, 0) == 0;
@@ -64,9 +78,10 @@ class Timer {
       }
       const int64_t deadline = pending_.begin()->first;
       const int64_t left = deadline - now_ns();
-      if (!stopping_ && left > kSpinNs) {
+      const int64_t spin = spin_ns.load(std::memory_order_relaxed);
+      if (!stopping_ && left > spin) {
         // An earlier action may come in meanwhile, so wait where it can wake us.
-        changed_.wait_for(lock, std::chrono::nanoseconds(left - kSpinNs));
+        changed_.wait_for(lock, std::chrono::nanoseconds(left - spin));
         continue;
       }
       auto action = std::move(pending_.begin()->second);
@@ -115,8 +130,10 @@ int64_t now_ns() {
 }
 
 void wait_until_ns(int64_t deadline_ns) {
-  if (deadline_ns - now_ns() > kSpinNs) {
-    sleep_until_ns(deadline_ns - kSpinNs);
+  const int64_t wake_ns = deadline_ns - spin_ns.load(std::memory_order_relaxed);
+  if (now_ns() < wake_ns) {
+    sleep_until_ns(wake_ns);
+    learn_from_wake(now_ns() - wake_ns);
   }
   while (now_ns() < deadline_ns) {
 #if defined(__x86_64__)

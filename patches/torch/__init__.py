@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from crystalllm_patches.torch import (
     debug_wrapper,
+    device_without_accelerator,
     dtensor_distribution,
     gloo_backend,
     initialised_buffers,
     nccl_without_cuda,
     object_collectives,
-    split_without_accelerator,
+    pipeline_vote,
     stores,
     zero_optimizer,
 )
@@ -19,9 +20,11 @@ PATCHES = (
     gloo_backend.PATCH,
     nccl_without_cuda.PATCH,
     debug_wrapper.PATCH,
-    split_without_accelerator.PATCH,
+    device_without_accelerator.PATCH,
     object_collectives.PATCH,
     initialised_buffers.PATCH,
     dtensor_distribution.PATCH,
+    pipeline_vote.PATCH,
     zero_optimizer.PATCH,
+    zero_optimizer.PATCH_OVERLAPPED,
 )

@@ -25,8 +25,9 @@ def keeping_buffers(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
 def apply(module: ModuleType) -> None:
     """Problem: what a virtual root broadcasts is invented, since a buffer may be
     uninitialised. DDP and FSDP broadcast parameters and buffers that every rank
-    has initialised, and compare parameter shapes with rank 0's: invented values
-    would make a running variance negative and the comparison fail.
+    has initialised; DDP also compares parameter shapes with rank 0's and takes
+    its order of gradient buckets. Invented values would make a running variance
+    negative, the comparison fail, and the reducer read past its parameters.
 
     Change: in those calls this rank keeps what it holds, which is what its
     peers hold too.
@@ -38,6 +39,8 @@ def apply(module: ModuleType) -> None:
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
         original = getattr(module, name)
         replace_everywhere(original, wrapt.FunctionWrapper(original, keeping_buffers))
+    rebuild = module.Reducer._rebuild_buckets
+    module.Reducer._rebuild_buckets = wrapt.FunctionWrapper(rebuild, keeping_buffers)
 
 
 PATCH = Patch(

@@ -7,10 +7,15 @@ from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+import torch.cuda.nccl
 from crystalllm_patches.torch.versions import SUPPORTED
 
 from crystalllm import native
 from crystalllm.patching import Patch, replace_everywhere
+
+# Whose rules the stand-in follows: the NCCL of torch 2.11's wheel.
+_NCCL_VERSION = (2, 28, 9)
 
 
 def apply(module: ModuleType) -> None:
@@ -51,12 +56,12 @@ def apply(module: ModuleType) -> None:
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         sys.modules[name].ProcessGroupNCCL = backend
     module._NCCL_AVAILABLE = True
+    if not hasattr(torch._C, "_nccl_version"):  # asked for by error messages and by programs
+        torch.cuda.nccl.version = lambda: _NCCL_VERSION
     module.Backend.backend_capability["nccl"] = ["cpu", "cuda"]
 
 
-def _has_cuda() -> str | None:
-    import torch
-
+def _has_cuda(_: ModuleType) -> str | None:
     return "CUDA is available" if torch.cuda.is_available() else None
 
 

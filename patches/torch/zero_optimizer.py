@@ -22,8 +22,18 @@ def apply(module: ModuleType) -> None:
     Turn off: CRYSTALLLM_PATCHES_OFF=torch.zero-optimizer.
     """
     optimizer = module.ZeroRedundancyOptimizer
-    for name in ("_sync_params", "_broadcast_bucket"):
-        setattr(optimizer, name, wrapt.FunctionWrapper(getattr(optimizer, name), keeping_buffers))
+    optimizer._broadcast_params_from_rank = wrapt.FunctionWrapper(
+        optimizer._broadcast_params_from_rank, keeping_buffers
+    )
+
+
+def apply_overlapped(module: ModuleType) -> None:
+    """Problem, Change, Effect on numbers: as torch.zero-optimizer, for the hook
+    that overlaps the optimizer with DDP's backward.
+
+    Turn off: CRYSTALLLM_PATCHES_OFF=torch.zero-optimizer-overlapped.
+    """
+    module._broadcast_bucket = wrapt.FunctionWrapper(module._broadcast_bucket, keeping_buffers)
 
 
 PATCH = Patch(
@@ -32,4 +42,12 @@ PATCH = Patch(
     package="torch",
     versions=SUPPORTED,
     apply=apply,
+)
+
+PATCH_OVERLAPPED = Patch(
+    id="torch.zero-optimizer-overlapped",
+    target="torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook",
+    package="torch",
+    versions=SUPPORTED,
+    apply=apply_overlapped,
 )

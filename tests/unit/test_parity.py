@@ -8,13 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import parity_cases
 import pytest
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
-
-import parity_cases  # noqa: E402
-
+TESTS = Path(parity_cases.__file__).parent
 WORLD = 2
 
 # Where we differ from real gloo on purpose.
