@@ -66,6 +66,7 @@ VirtualBackend::VirtualBackend(
 void VirtualBackend::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
   world_->name_group(uid, getSize());
+  group();
 }
 
 Group& VirtualBackend::group() {
@@ -118,7 +119,8 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
   } else {
     child = c10::make_intrusive<NcclBackend>(flavour_, store, rank, size, own);
   }
-  child->group();
+  // torch splits once per device type and keeps one of the children, so the
+  // communicator is made when the child gets its name.
   return child;
 }
 

@@ -1,0 +1,49 @@
+# Two commands for a newcomer, each doing all its set-up:
+#   make emulate   run the main job and show what came out
+#   make test      run the tests
+# STACK=gpu uses the locked requirements of the GPU stack instead.
+
+PYTHON ?= python3
+STACK ?= cpu
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+JOB ?= fsdp-tp-512
+RANK ?= 137
+OUT ?= results/$(JOB)/run
+
+.PHONY: emulate test lint venv build clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: requirements/$(STACK).txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed. $(PYTHON) is older. Pass PYTHON=python3.12, say."; exit 2; }
+	@echo "Setting up $(VENV) (a few minutes the first time) …"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || \
+	  { $(PYTHON) -m pip install --quiet virtualenv && $(PYTHON) -m virtualenv --quiet $(VENV); }
+	$(RUN) -m pip install --quiet --requirement requirements/$(STACK).txt
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+build: venv
+	@echo "Building the native extension (a minute the first time) …"
+	@$(RUN) -c 'from crystalllm import native; print(native.build())'
+
+emulate: build
+	$(RUN) -m crystalllm run --job $(JOB) --rank $(RANK) \
+	  --record $(OUT)/rank-$(RANK).parquet --summary $(OUT)/rank-$(RANK).json
+	$(RUN) -m crystalllm calls $(OUT)/rank-$(RANK).parquet
+
+test: build
+	$(RUN) -m pytest -q
+
+lint: venv
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) build results
