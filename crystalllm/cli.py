@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--transfer-us", type=float, default=0.0, help="how long each call takes (default 0)"
     )
+    run.add_argument(
+        "--logical-local-rank",
+        action="store_true",
+        help="keep LOCAL_RANK also where it names no CUDA device that exists",
+    )
     run.set_defaults(function=_run)
 
     calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
@@ -133,6 +138,7 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
         record=args.record,
         summary=args.summary,
         transfer_ns=round(args.transfer_us * 1000),
+        logical_local_rank=args.logical_local_rank,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ def enter(
     strict: bool = False,
     keep_records: bool = False,
     transfer_ns: int = 0,
+    logical_local_rank: bool = False,
 ) -> None:
     """Makes the process rank `identity.rank`: from here on torch's peers are virtual.
 
@@ -35,6 +37,8 @@ def enter(
         strict: Refuse control values that are not in the book.
         keep_records: Keep a record of every call, for `world().take_records()`.
         transfer_ns: Every call ends so long after its arrival.
+        logical_local_rank: Leave LOCAL_RANK logical also where it names no CUDA
+            device that exists.
     """
     if isinstance(book, Path):
         book = PayloadBook.load(book)
@@ -49,6 +53,8 @@ def enter(
         module.set_world(world)
         if book is not None:
             book.serve(module, world)
+        if not logical_local_rank:
+            _name_existing_device(identity)
         import crystalllm_patches
 
         patching.install(crystalllm_patches.ALL)
@@ -57,6 +63,25 @@ def enter(
         atexit.register(module.stop_timer)
 
     wrapt.register_post_import_hook(torch_imported, "torch")
+
+
+def _name_existing_device(identity: Identity) -> None:
+    """On CUDA, programs take LOCAL_RANK for a device number, so it has to be one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    num_devices = torch.cuda.device_count()
+    if identity.local_rank >= num_devices:
+        device = identity.local_rank % num_devices
+        os.environ["LOCAL_RANK"] = str(device)
+        log.warning(
+            "LOCAL_RANK is %d instead of %d, since %d CUDA devices are here "
+            "(--logical-local-rank keeps it)",
+            device,
+            identity.local_rank,
+            num_devices,
+        )
 
 
 def world() -> Any:

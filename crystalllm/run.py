@@ -71,6 +71,7 @@ def run(
     record: Path | None = None,
     summary: Path | None = None,
     transfer_ns: int = 0,
+    logical_local_rank: bool = False,
 ) -> int:
     """Runs `program` as rank `identity.rank`.
 
@@ -82,6 +83,7 @@ def run(
         record: Where to write the calls (a `calls` table; times beside it).
         summary: Where to write what happened, as JSON.
         transfer_ns: Every communication call takes so long.
+        logical_local_rank: Leave LOCAL_RANK as it is on the cluster (see `logical.enter`).
 
     Returns:
         The program's exit code.
@@ -93,6 +95,7 @@ def run(
         strict=strict,
         keep_records=record is not None,
         transfer_ns=transfer_ns,
+        logical_local_rank=logical_local_rank,
     )
     try:
         code = _exit_code(program)

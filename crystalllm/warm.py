@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,11 @@ def _run_fork(
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks from processes with threads. The threads here
+        # are idle pools of libraries that children don't use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         os.close(read_end)
         _be_child(function, identity, write_end, world)

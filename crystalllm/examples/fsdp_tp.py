@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

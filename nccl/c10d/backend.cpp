@@ -129,6 +129,15 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
 CallRecord VirtualBackend::issue_part(Part& part) {
   const int64_t arrival_ns = now_ns();
   Group& members = group();
+  for (const auto* side : {&part.inputs, &part.outputs}) {
+    for (const auto& tensor : *side) {
+      TORCH_CHECK(
+          tensor.device().is_cpu(), "The virtual ", getBackendName(),
+          " backend moves CPU tensors only. Rank ", world_->rank(), ", ",
+          to_string(part.call.kind), " of a tensor of shape ", tensor.sizes(), " on ",
+          tensor.device(), ". Run the program on the CPU, with CUDA_VISIBLE_DEVICES empty.");
+    }
+  }
   if (members.description().empty() && !pg_desc_.empty()) {
     members.describe(pg_desc_);
   }
@@ -243,11 +252,10 @@ VirtualBackend::WorkPtr VirtualBackend::broadcast(
                opts.timeout);
 }
 
-VirtualBackend::WorkPtr VirtualBackend::allreduce(
-    Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  checks_.all_reduce(tensors, opts.reduceOp);
+std::vector<VirtualBackend::Part> VirtualBackend::all_reduce_parts(
+    const Tensors& tensors, const c10d::AllreduceOptions& opts) {
   std::vector<Part> parts;
-  for (auto& tensor : tensors) {
+  for (const auto& tensor : tensors) {
     Call call = call_of(Kind::all_reduce, tensor, tensor.numel());
     call.reduce_op = reduce_op_name(opts.reduceOp);
     call.is_async = opts.asyncOp;
@@ -255,7 +263,15 @@ VirtualBackend::WorkPtr VirtualBackend::allreduce(
                            peers.reduce(tensor, op);
                          }});
   }
-  return issue(OpType::ALLREDUCE, CRYSTAL_TITLE("all_reduce"), std::move(parts), opts.timeout);
+  return parts;
+}
+
+VirtualBackend::WorkPtr VirtualBackend::allreduce(
+    Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  checks_.all_reduce(tensors, opts.reduceOp);
+  return issue(
+      OpType::ALLREDUCE, CRYSTAL_TITLE("all_reduce"), all_reduce_parts(tensors, opts),
+      opts.timeout);
 }
 
 VirtualBackend::WorkPtr VirtualBackend::allreduce_sparse(
@@ -266,17 +282,9 @@ VirtualBackend::WorkPtr VirtualBackend::allreduce_sparse(
 VirtualBackend::WorkPtr VirtualBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   checks_.all_reduce_coalesced(tensors, opts.reduceOp);
-  std::vector<Part> parts;
-  for (auto& tensor : tensors) {
-    Call call = call_of(Kind::all_reduce, tensor, tensor.numel());
-    call.reduce_op = reduce_op_name(opts.reduceOp);
-    call.is_async = opts.asyncOp;
-    parts.push_back(Part{call, {tensor}, {tensor}, [tensor, op = opts.reduceOp](Peers& peers) {
-                           peers.reduce(tensor, op);
-                         }});
-  }
-  return issue(OpType::ALLREDUCE_COALESCED, CRYSTAL_TITLE("all_reduce"), std::move(parts),
-               opts.timeout);
+  return issue(
+      OpType::ALLREDUCE_COALESCED, CRYSTAL_TITLE("all_reduce"), all_reduce_parts(tensors, opts),
+      opts.timeout);
 }
 
 VirtualBackend::WorkPtr VirtualBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {

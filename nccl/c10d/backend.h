@@ -91,6 +91,8 @@ class VirtualBackend : public c10d::Backend {
     Tensors outputs;
     std::function<void(Peers&)> fill;
   };
+  static std::vector<Part> all_reduce_parts(
+      const Tensors& tensors, const c10d::AllreduceOptions& opts);
   // The one way in: stamps the arrival, makes the record, invents the peers'
   // data, and returns a handle that completes at the release time.
   WorkPtr issue(

@@ -19,6 +19,7 @@ PATCHES = (
     stores.PATCH,
     gloo_backend.PATCH,
     nccl_without_cuda.PATCH,
+    nccl_without_cuda.PATCH_REFUSE,
     debug_wrapper.PATCH,
     device_without_accelerator.PATCH,
     object_collectives.PATCH,

@@ -12,6 +12,7 @@ import torch.cuda.nccl
 from crystalllm_patches.torch.versions import SUPPORTED
 
 from crystalllm import native
+from crystalllm.errors import UserError
 from crystalllm.patching import Patch, replace_everywhere
 
 # Whose rules the stand-in follows: the NCCL of torch 2.11's wheel.
@@ -61,6 +62,35 @@ def apply(module: ModuleType) -> None:
     module.Backend.backend_capability["nccl"] = ["cpu", "cuda"]
 
 
+def refuse(module: ModuleType) -> None:
+    """Problem: with CUDA the program would get real NCCL, which waits for peers
+    that don't exist.
+
+    Change: an nccl group is refused at once, with what to do instead.
+
+    Effect on numbers: none.
+
+    Turn off: CRYSTALLLM_PATCHES_OFF=torch.nccl-with-cuda; groups then hang.
+    """
+    real = module.ProcessGroupNCCL
+
+    class ProcessGroupNCCL(real):  # type: ignore[misc, valid-type]
+        Options = real.Options
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise UserError(
+                "NCCL groups with virtual ranks are not supported on CUDA yet",
+                where=f"{torch.cuda.device_count()} CUDA devices are visible",
+                do="Run the program on the CPU, with CUDA_VISIBLE_DEVICES empty",
+            )
+
+    replace_everywhere(real, ProcessGroupNCCL)
+
+
+def _has_no_cuda(_: ModuleType) -> str | None:
+    return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
 def _has_cuda(_: ModuleType) -> str | None:
     return "CUDA is available" if torch.cuda.is_available() else None
 
@@ -72,4 +102,13 @@ PATCH = Patch(
     versions=SUPPORTED,
     apply=apply,
     skip=_has_cuda,
+)
+
+PATCH_REFUSE = Patch(
+    id="torch.nccl-with-cuda",
+    target="torch.distributed.distributed_c10d",
+    package="torch",
+    versions=SUPPORTED,
+    apply=refuse,
+    skip=_has_no_cuda,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -149,3 +151,18 @@ def test_init_barrier_of_the_store_passes(virtual, monkeypatch):
     start = time.perf_counter()
     assert virtual(program, rank=5, world=8192, backend=None, limit_s=60) == 3
     assert time.perf_counter() - start < 30
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(False, "1"), (True, "5")])
+def test_local_rank_names_a_cuda_device_that_exists(virtual, monkeypatch, keep, expected):
+    # No GPU is needed to see which number the program is told; patches for CUDA
+    # would want one, and are off.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CRYSTALLLM_PATCHES_OFF", "torch.nccl-with-cuda,torch.nccl-without-cuda")
+
+    def program():
+        return os.environ["LOCAL_RANK"], os.environ["RANK"]
+
+    found = virtual(program, rank=13, world=16, backend=None, logical_local_rank=keep)
+    assert found == (expected, "13")
