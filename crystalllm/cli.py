@@ -81,6 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(function=_run)
 
+    capture = verbs.add_parser(
+        "capture", allow_abbrev=False, help="run logical ranks and keep what they communicate"
+    )
+    capture.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
+    capture.add_argument("--ranks", help="such as 0,5,8-11 (default: all)")
+    capture.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
+    capture.add_argument("--iterations", type=int, help="instead of the job's")
+    capture.add_argument("--parallel", type=int, help="ranks at a time (default: one per core)")
+    capture.add_argument("--limit", type=float, default=600.0, help="seconds for one rank")
+    capture.set_defaults(function=_capture)
+
     calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
     calls.add_argument("file", type=Path)
     calls.set_defaults(function=_calls)
@@ -140,6 +151,60 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
         transfer_ns=round(args.transfer_us * 1000),
         logical_local_rank=args.logical_local_rank,
     )
+
+
+def _capture(args: argparse.Namespace, _: object) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from crystalllm.capture import capture
+    from crystalllm.config import load_job
+
+    job = load_job(args.job)
+    name = Path(args.job).stem
+    out = args.out or Path("results") / name / "capture"
+    ranks = None if args.ranks is None else _ranks(args.ranks)
+    console = Console(stderr=True)
+    columns = (TextColumn("captured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("capture")
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if not console.is_terminal:
+                print(f"captured {done} of {total} ranks", file=sys.stderr, flush=True)
+
+        structure = capture(
+            job,
+            out,
+            ranks=ranks,
+            iterations=args.iterations,
+            parallel=args.parallel,
+            limit_s=args.limit,
+            progress=progress,
+        )
+    print(
+        f"{structure['num_captured']} ranks captured, {structure['num_distinct']} of them "
+        f"different; {structure['num_payloads']} control values; calls repeat every "
+        f"{structure['period']} marks after {structure['prologue_marks']}; results in {out}"
+    )
+    return 0
+
+
+def _ranks(text: str) -> list[int]:
+    """Ranks from "0,5,8-11"."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        try:
+            ranks += range(int(first), int(last) + 1) if dash else [int(first)]
+        except ValueError:
+            raise UserError(
+                f"{part!r} is no rank and no range of ranks",
+                where=f"--ranks {text}",
+                do="Write such as 0,5,8-11",
+            ) from None
+    return ranks
 
 
 def _calls(args: argparse.Namespace, _: object) -> int:

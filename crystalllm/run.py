@@ -6,10 +6,12 @@ to say goes into files, and one line to a terminal.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import runpy
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +49,18 @@ class Program:
     @property
     def is_module(self) -> bool:
         return self.command[0] == "-m"
+
+    def sources(self) -> list[Path]:
+        """The files of the program itself: the script's folder or the module's package."""
+        if self.is_module:
+            spec = importlib.util.find_spec(self.command[1])
+            if spec is None or spec.origin is None:
+                return []
+            if spec.submodule_search_locations:
+                folder = Path(next(iter(spec.submodule_search_locations)))
+                return sorted(folder.rglob("*.py"))
+            return [Path(spec.origin)]
+        return sorted(Path(self.command[0]).resolve().parent.glob("*.py"))
 
     def execute(self) -> None:
         """Runs it as `__main__`; ends as it ends, by return, exit or exception."""
@@ -146,19 +160,41 @@ def _without_ours(tb: TracebackType | None) -> TracebackType | None:
 
 def write_records(path: Path, world: Any, program: Program, identity: Identity) -> None:
     """Writes the calls so far to `path` and their times to `<stem>.times.parquet`."""
-    columns: dict[str, list[Any]] = world.take_records() if world is not None else {}
-    groups = world.groups if world is not None else []
-    provenance = provenance_of(world, program, identity)
-    for column in (*tables.CALLS.columns, *tables.CALL_TIMES.columns):
-        columns.setdefault(column.name, [])
-    if groups:
-        ids = columns["group"]
-        columns["group_identity"] = [groups[i].identity for i in ids]
-        columns["group_signature"] = [groups[i].signature for i in ids]
-        columns["group_size"] = [groups[i].size for i in ids]
-        columns["group_desc"] = [groups[i].description for i in ids]
-    tables.CALLS.write(path, columns, provenance=provenance)
-    tables.CALL_TIMES.write(times_path(path), columns, provenance=provenance)
+    columns = world.take_records() if world is not None else {}
+    groups = [
+        {
+            "identity": g.identity,
+            "signature": g.signature,
+            "size": g.size,
+            "description": g.description,
+        }
+        for g in (world.groups if world is not None else [])
+    ]
+    write_calls(path, columns, groups, provenance_of(world, program, identity))
+
+
+def write_calls(
+    path: Path,
+    columns: Mapping[str, list[Any]],
+    groups: Sequence[Mapping[str, Any]],
+    provenance: Mapping[str, Any],
+) -> None:
+    """Writes a `calls` table and, beside it, its `call_times`.
+
+    Args:
+        path: Of the calls; times go to `times_path(path)`.
+        columns: From `World.take_records`, empty if there were no calls.
+        groups: identity, signature, size and description by the ids in `columns`.
+        provenance: What the calls depend on.
+    """
+    filled: dict[str, Sequence[Any]] = {
+        c.name: columns.get(c.name, []) for c in (*tables.CALLS.columns, *tables.CALL_TIMES.columns)
+    }
+    for name in ("identity", "signature", "size"):
+        filled[f"group_{name}"] = [groups[i][name] for i in filled["group"]]
+    filled["group_desc"] = [groups[i]["description"] for i in filled["group"]]
+    tables.CALLS.write(path, filled, provenance=provenance)
+    tables.CALL_TIMES.write(times_path(path), filled, provenance=provenance)
 
 
 def times_path(path: Path) -> Path:

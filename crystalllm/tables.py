@@ -195,7 +195,33 @@ PAYLOADS = Table(
     ),
 )
 
-ALL = (CALLS, CALL_TIMES, PAYLOADS)
+RANKS = Table(
+    "ranks",
+    1,
+    "one captured rank",
+    (
+        Column("rank", pa.int32(), "global rank"),
+        Column("node", pa.int32(), "logical node"),
+        Column("num_calls", pa.int64(), "communication calls"),
+        Column("num_marks", pa.int64(), "iteration marks"),
+        Column("num_invented", pa.int64(), "control values without a producer"),
+        Column("keys_digest", pa.string(), "equal for ranks whose call records are equal"),
+    ),
+)
+
+GROUPS = Table(
+    "groups",
+    1,
+    "one communicator that a captured rank created",
+    (
+        Column("identity", pa.string(), "digest of the members # creation index"),
+        Column("signature", pa.string(), "size:stride per axis, innermost first"),
+        Column("description", pa.string(), "what the program calls it"),
+        Column("members", pa.list_(pa.int32()), "global ranks in group order"),
+    ),
+)
+
+ALL = (CALLS, CALL_TIMES, PAYLOADS, RANKS, GROUPS)
 
 
 def document() -> str:

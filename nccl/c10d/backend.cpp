@@ -296,11 +296,8 @@ VirtualBackend::WorkPtr VirtualBackend::reduce(Tensors& tensors, const c10d::Red
   call.is_async = opts.asyncOp;
   return issue(OpType::REDUCE, CRYSTAL_TITLE("reduce"),
                Part{call, tensors, tensors,
-                    [tensor = tensors[0], mine = root == getRank(),
-                     op = opts.reduceOp](Peers& peers) {
-                      if (mine) {
-                        peers.reduce(tensor, op);
-                      }
+                    [tensor = tensors[0], root, op = opts.reduceOp](Peers& peers) {
+                      peers.reduce(tensor, op, root);
                     }},
                opts.timeout);
 }
@@ -386,11 +383,7 @@ VirtualBackend::WorkPtr VirtualBackend::gather(
   call.is_async = opts.asyncOp;
   return issue(OpType::GATHER, CRYSTAL_TITLE("gather"),
                Part{call, inputs, mine,
-                    [mine, in = inputs[0]](Peers& peers) {
-                      if (!mine.empty()) {
-                        peers.gather(mine, in);
-                      }
-                    }},
+                    [mine, in = inputs[0]](Peers& peers) { peers.gather(mine, in); }},
                opts.timeout);
 }
 
@@ -503,7 +496,9 @@ VirtualBackend::WorkPtr VirtualBackend::send(Tensors& tensors, int peer, int tag
   call.tag = tag;
   call.out_elements = 0;
   call.is_async = true;
-  return issue(OpType::SEND, CRYSTAL_TITLE("send"), Part{call, tensors, {}, nullptr},
+  return issue(OpType::SEND, CRYSTAL_TITLE("send"),
+               Part{call, tensors, {},
+                    [tensor = tensors[0], peer](Peers& peers) { peers.send(tensor, peer); }},
                c10d::kUnsetTimeout);
 }
 

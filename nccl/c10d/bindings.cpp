@@ -153,9 +153,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("transfer_ns"), "Every call ends so long after its arrival.")
       .def("set_strict", &World::set_strict, py::arg("strict"))
       .def("keep_buffers", &World::keep_buffers, py::arg("keep"))
-      .def("mark", &World::mark)
+      .def("mark", &World::mark, py::arg("by_hand") = true)
       .def_property_readonly("marks", &World::marks)
       .def("set_period", &World::set_period, py::arg("prologue_marks"), py::arg("period"))
+      .def("keep_contributions", &World::keep_contributions, py::arg("keep"))
+      .def("take_contributions",
+           [](World& world) {
+             py::list found;
+             for (auto& c : world.take_contributions()) {
+               found.append(py::make_tuple(
+                   c.group, c.position.seq, c.position.mark, c.position.seq_in_mark, c.rank, c.peer,
+                   c.payload.dtype, py::bytes(c.payload.bytes), c.payload.splits));
+             }
+             return found;
+           },
+           "(group, seq, mark, seq_in_mark, rank, peer, dtype, bytes, splits) of each.")
+      .def_property_readonly("has_payload_source", &World::has_payload_source)
+      .def("set_payload_source",
+           [](World& world, py::function ask) {
+             // Called from threads without the GIL; the function outlives the world's last call.
+             auto held = std::shared_ptr<py::function>(
+                 new py::function(std::move(ask)), [](py::function* function) {
+                   py::gil_scoped_acquire gil;
+                   delete function;
+                 });
+             world.set_payload_source([held](const Group& group, const Position& at,
+                                             const std::vector<int>& ranks, int peer,
+                                             const std::string& key) {
+               py::gil_scoped_acquire gil;
+               (*held)(group.identity(), at.seq, ranks, peer, key);
+             });
+           },
+           py::arg("ask"), "ask(group, seq, ranks, peer, key) adds the payloads that it finds.")
       .def("add_payload", &World::add_payload, py::arg("group"), py::arg("iteration"),
            py::arg("seq"), py::arg("rank"), py::arg("peer"), py::arg("payload"))
       .def("drop_payload", &World::drop_payload, py::arg("group"), py::arg("iteration"),

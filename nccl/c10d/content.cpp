@@ -245,6 +245,45 @@ void Peers::note_invented(const at::Tensor& tensor, const char* how) {
   }
 }
 
+std::vector<int> Peers::others() const {
+  std::vector<int> ranks;
+  for (int v = 0; v < group_.size(); ++v) {
+    if (v != group_.rank()) {
+      ranks.push_back(v);
+    }
+  }
+  return ranks;
+}
+
+void Peers::exchange_control(const at::Tensor& like, const at::Tensor& mine,
+                             const std::vector<int>& contributors, int peer,
+                             const std::vector<int64_t>& splits) {
+  const bool wanted = world_.keeps_contributions() || world_.has_payload_source();
+  if (!wanted || !is_control(like) || group_.size() == 1) {
+    return;
+  }
+  if (mine.defined() && world_.keeps_contributions()) {
+    const at::Tensor bytes = flat(mine).contiguous();
+    world_.contribute(Contribution{
+        group_.identity(), record_.position, world_.rank(),
+        peer < 0 ? -1 : group_.global(peer),
+        Payload{dtype_name(like.scalar_type()),
+                std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()),
+                splits}});
+  }
+  std::vector<int> ranks;
+  for (int v : contributors) {
+    if (v != group_.rank()) {
+      ranks.push_back(group_.global(v));
+    }
+  }
+  const bool receives = !mine.defined() && peer >= 0;
+  if (!ranks.empty() &&
+      world_.fetch(group_, record_, ranks, receives ? group_.global(peer) : -1)) {
+    payloads_ = world_.payloads(group_, record_.position);
+  }
+}
+
 const Payload* Peers::find(int v, int peer) const {
   if (!payloads_) {
     return nullptr;
@@ -333,7 +372,7 @@ void Peers::reduce_known(at::Tensor& mine, const std::vector<at::Tensor>& known,
   }
 }
 
-void Peers::reduce(at::Tensor tensor, const ReduceOp& op) {
+void Peers::reduce(at::Tensor tensor, const ReduceOp& op, int root) {
   Unseen unseen;
   if (tensor.is_sparse()) { // all members hold the same indices
     const at::Tensor whole = tensor.coalesce();
@@ -343,6 +382,11 @@ void Peers::reduce(at::Tensor tensor, const ReduceOp& op) {
                      ._coalesced_(true));
     return;
   }
+  const bool receives = root < 0 || root == group_.rank();
+  exchange_control(tensor, tensor, receives ? others() : std::vector<int>{});
+  if (!receives) {
+    return;
+  }
   reduce_known(tensor, known_slices(tensor.scalar_type(), 0, tensor.numel()), op);
 }
 
@@ -350,6 +394,7 @@ void Peers::reduce_scatter(at::Tensor output, const at::Tensor& input, const Red
   Unseen unseen;
   const int64_t chunk = output.numel();
   const int64_t begin = chunk * group_.rank();
+  exchange_control(input, input, others());
   output.copy_(flat(input).narrow(0, begin, chunk).view(output.sizes()));
   reduce_known(output, known_slices(output.scalar_type(), begin, chunk), op);
 }
@@ -357,6 +402,13 @@ void Peers::reduce_scatter(at::Tensor output, const at::Tensor& input, const Red
 void Peers::reduce_scatter(at::Tensor output, const std::vector<at::Tensor>& inputs,
                            const ReduceOp& op) {
   Unseen unseen;
+  if (is_control(output)) {
+    std::vector<at::Tensor> parts;
+    for (const auto& in : inputs) {
+      parts.push_back(flat(in));
+    }
+    exchange_control(output, at::cat(parts), others());
+  }
   int64_t begin = 0;
   for (int v = 0; v < group_.rank(); ++v) {
     begin += inputs[v].numel();
@@ -367,6 +419,10 @@ void Peers::reduce_scatter(at::Tensor output, const std::vector<at::Tensor>& inp
 
 void Peers::gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
   Unseen unseen;
+  exchange_control(input, input, outputs.empty() ? std::vector<int>{} : others());
+  if (outputs.empty()) { // gathered by another rank
+    return;
+  }
   bool all_known = true;
   for (int v = 0; v < group_.size(); ++v) {
     at::Tensor out = outputs[v];
@@ -388,6 +444,7 @@ void Peers::gather(const std::vector<at::Tensor>& outputs, const at::Tensor& inp
 
 void Peers::gather(at::Tensor output, const at::Tensor& input) {
   Unseen unseen;
+  exchange_control(input, input, others());
   const at::Tensor from = flat(input).contiguous();
   bool all_known = true;
   fill_flat(output, [&](at::Tensor& t) {
@@ -420,8 +477,9 @@ void Peers::gather(at::Tensor output, const at::Tensor& input) {
 }
 
 void Peers::broadcast(at::Tensor tensor, int root) {
+  Unseen unseen;
+  exchange_control(tensor, root == group_.rank() ? tensor : at::Tensor(), {root});
   if (root != group_.rank()) {
-    Unseen unseen;
     from_virtual(tensor, payload(root, tensor.scalar_type()));
   }
 }
@@ -429,9 +487,17 @@ void Peers::broadcast(at::Tensor tensor, int root) {
 void Peers::scatter(at::Tensor output, const std::vector<at::Tensor>& inputs, int root) {
   Unseen unseen;
   if (root == group_.rank()) {
+    if (is_control(output)) {
+      std::vector<at::Tensor> parts;
+      for (const auto& in : inputs) {
+        parts.push_back(flat(in));
+      }
+      exchange_control(output, at::cat(parts), {});
+    }
     output.copy_(inputs[root].reshape(output.sizes()));
     return;
   }
+  exchange_control(output, at::Tensor(), {root});
   at::Tensor known = payload(root, output.scalar_type());
   if (known.defined() && known.numel() >= (group_.rank() + 1) * output.numel()) {
     known = known.narrow(0, group_.rank() * output.numel(), output.numel());
@@ -442,6 +508,15 @@ void Peers::scatter(at::Tensor output, const std::vector<at::Tensor>& inputs, in
 void Peers::all_to_all(const std::vector<at::Tensor>& outputs,
                        const std::vector<at::Tensor>& inputs) {
   Unseen unseen;
+  if (is_control(outputs[0])) {
+    std::vector<at::Tensor> parts;
+    std::vector<int64_t> splits;
+    for (const auto& in : inputs) {
+      parts.push_back(flat(in));
+      splits.push_back(in.numel());
+    }
+    exchange_control(outputs[0], at::cat(parts), others(), -1, splits);
+  }
   bool all_known = true;
   // Where this rank sends nothing to a peer that sends something, there is
   // nothing to mirror in that slot: the first slot with data stands in.
@@ -491,7 +566,7 @@ void Peers::all_to_all(const std::vector<at::Tensor>& outputs,
 void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
                        const std::vector<int64_t>& out_splits,
                        const std::vector<int64_t>& in_splits) {
-  if (!payloads_ && out_splits == in_splits) { // every slot is as large there as here
+  if (!payloads_ && out_splits == in_splits && !is_control(output)) { // every slot is as large there as here
     Unseen unseen;
     note_invented(output, "mirrored");
     output.view({-1}).copy_(flat(input));
@@ -505,8 +580,14 @@ void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
   all_to_all(slots(output, out_splits), slots(input, in_splits));
 }
 
+void Peers::send(const at::Tensor& tensor, int destination) {
+  Unseen unseen;
+  exchange_control(tensor, tensor, {}, destination);
+}
+
 void Peers::receive(at::Tensor tensor, int source) {
   Unseen unseen;
+  exchange_control(tensor, at::Tensor(), {source}, group_.rank());
   from_virtual(tensor, payload(source, tensor.scalar_type(), group_.rank()));
 }
 

@@ -22,8 +22,9 @@ class Peers {
       : world_(world), group_(group), record_(record),
         payloads_(world.payloads(group, record.position)) {}
 
-  // tensor <- reduction over all members, this rank's share being in it.
-  void reduce(at::Tensor tensor, const c10d::ReduceOp& op);
+  // tensor <- reduction over all members, this rank's share being in it. With a
+  // root other than this rank it stays as it is.
+  void reduce(at::Tensor tensor, const c10d::ReduceOp& op, int root = -1);
   // output <- chunk `rank()` of the reduction of `input`, which holds the
   // chunks of all members one after another, `output.numel()` each.
   void reduce_scatter(at::Tensor output, const at::Tensor& input, const c10d::ReduceOp& op);
@@ -47,6 +48,7 @@ class Peers {
   void all_to_all(at::Tensor output, const at::Tensor& input,
                   const std::vector<int64_t>& out_splits, const std::vector<int64_t>& in_splits);
   void receive(at::Tensor tensor, int source);
+  void send(const at::Tensor& tensor, int destination);
 
  private:
   // What member v contributed to this call, null where it is not known.
@@ -64,7 +66,15 @@ class Peers {
   World& world_;
   Group& group_;
   const CallRecord& record_;
-  const std::shared_ptr<const World::CallPayloads> payloads_; // null: nothing is known
+  // Keeps what this rank contributes to the call, and asks for what `contributors`
+  // do, where the values steer programs. `mine` is undefined where this rank
+  // contributes nothing.
+  void exchange_control(const at::Tensor& like, const at::Tensor& mine,
+                        const std::vector<int>& contributors, int peer = -1,
+                        const std::vector<int64_t>& splits = {});
+  std::vector<int> others() const;
+
+  std::shared_ptr<const World::CallPayloads> payloads_; // null: nothing is known
 };
 
 // The dtype in torch's spelling, static text.

@@ -89,6 +89,14 @@ CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns) {
   return record;
 }
 
+void World::mark(bool by_hand) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  marked_by_hand_ |= by_hand;
+  if (by_hand == marked_by_hand_) {
+    ++mark_;
+  }
+}
+
 int64_t World::new_batch() {
   std::lock_guard<std::mutex> lock(mutex_);
   return num_batches_++;
@@ -144,6 +152,35 @@ std::shared_ptr<const World::CallPayloads> World::payloads(const Group& group,
         {group.identity(), (at.mark - prologue_marks_) % period_, at.seq_in_mark});
   }
   return found == payloads_.end() ? nullptr : found->second;
+}
+
+bool World::fetch(const Group& group, const CallRecord& record, const std::vector<int>& ranks,
+                  int peer) {
+  if (!source_) {
+    return false;
+  }
+  std::vector<int> missing;
+  const auto known = payloads(group, record.position);
+  for (int rank : ranks) {
+    if (!known || known->count({rank, peer}) == 0) {
+      missing.push_back(rank);
+    }
+  }
+  if (missing.empty()) {
+    return false;
+  }
+  source_(group, record.position, missing, peer, key(record, group)); // without the lock: it waits
+  return true;
+}
+
+void World::contribute(Contribution contribution) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  contributions_.push_back(std::move(contribution));
+}
+
+std::vector<Contribution> World::take_contributions() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(contributions_, {});
 }
 
 void World::invented(const CallRecord& record, const Group& group, const char* how) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,15 @@ struct Payload {
   std::string dtype;
   std::string bytes;
   std::vector<int64_t> splits;
+};
+
+// What this rank itself contributed to a call whose values steer programs.
+struct Contribution {
+  std::string group; // identity
+  Position position;
+  int rank = -1; // global
+  int peer = -1; // global receiver of a send, else -1
+  Payload payload;
 };
 
 // A control value for which there was no payload, so that it was invented.
@@ -65,8 +75,9 @@ class World {
   std::vector<CallRecord> take_records();
   int64_t num_calls() const;
   void set_release_rule(std::shared_ptr<ReleaseRule> rule) { rule_ = std::move(rule); }
-  // Begins an iteration: payload positions count from here.
-  void mark() { ++mark_; }
+  // Begins an iteration: payload positions count from here. Once a program sets
+  // its marks by hand, others are ignored.
+  void mark(bool by_hand);
   int64_t marks() const { return mark_; }
 
   // --- payloads. Ranks are global; `peer` is the receiver of a send, else -1.
@@ -80,6 +91,22 @@ class World {
   using CallPayloads = std::map<std::pair<int, int>, Payload>;
   std::shared_ptr<const CallPayloads> payloads(const Group& group, const Position& at) const;
   void drop_payload(const std::string& group, int64_t iteration, int64_t seq, int rank, int peer);
+
+  // Asked for control values that are not known yet: (group, position, global
+  // ranks that contribute them, global receiver or -1, the call's key). It adds
+  // what it finds by add_payload() and may take as long as it needs.
+  using PayloadSource = std::function<void(
+      const Group&, const Position&, const std::vector<int>&, int, const std::string&)>;
+  void set_payload_source(PayloadSource source) { source_ = std::move(source); }
+  bool has_payload_source() const { return static_cast<bool>(source_); }
+  // Asks the source for those of `ranks` that are not known. True if it was asked.
+  bool fetch(const Group& group, const CallRecord& record, const std::vector<int>& ranks, int peer);
+
+  // --- this rank's own contributions, for the book that serves others
+  void keep_contributions(bool keep) { keep_contributions_ = keep; }
+  bool keeps_contributions() const { return keep_contributions_; }
+  void contribute(Contribution contribution);
+  std::vector<Contribution> take_contributions();
 
   // --- control values without payload
   void set_strict(bool strict) { strict_ = strict; }
@@ -112,10 +139,14 @@ class World {
   int64_t num_calls_ = 0;
   int64_t num_batches_ = 0;
   int64_t mark_ = 0;
+  bool marked_by_hand_ = false;
   int64_t prologue_marks_ = 0;
   int64_t period_ = 0;
   std::shared_ptr<ReleaseRule> rule_;
   std::map<PayloadKey, std::shared_ptr<CallPayloads>> payloads_;
+  PayloadSource source_;
+  bool keep_contributions_ = false;
+  std::vector<Contribution> contributions_;
   bool strict_ = false;
   int keep_buffers_ = 0;
   std::vector<Invented> inventions_;

@@ -10,6 +10,7 @@ from crystalllm_patches.torch import (
     initialised_buffers,
     nccl_without_cuda,
     object_collectives,
+    optimizer_marks,
     pipeline_vote,
     stores,
     zero_optimizer,
@@ -26,6 +27,7 @@ PATCHES = (
     initialised_buffers.PATCH,
     dtensor_distribution.PATCH,
     pipeline_vote.PATCH,
+    optimizer_marks.PATCH,
     zero_optimizer.PATCH,
     zero_optimizer.PATCH_OVERLAPPED,
 )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 import wrapt
 from crystalllm_patches.torch.versions import SUPPORTED
 
@@ -64,10 +65,11 @@ class _Mirror:
         if self.c10d._rank_not_in_group(pg) or pg.rank() == group_source:
             return wrapped(*args, **kwargs)
         world = native.load().the_world()
-        members = pg._get_backend(self.c10d._get_pg_default_device(pg)).crystal_group
+        device = torch.device(self.c10d._get_object_coll_device(pg))
+        members = pg._get_backend(device).crystal_group
         root = members.members[group_source]
         seq, peer = self.position(members, group_source)
-        if world.has_payload(members, seq, root, peer):
+        if world.has_payload_source or world.has_payload(members, seq, root, peer):
             return wrapped(*args, **kwargs)
         objects = self.held(pg, args, kwargs)
         where = f"{self.name} from rank {root} in group {members.identity}"

@@ -1,0 +1,366 @@
+"""Runs logical ranks in forks, each waiting for the values that it needs of others.
+
+A rank that needs a control value asks its parent, which answers when the
+producer has made it, and starts the producer first if it has not run yet. A
+waiting rank takes no processor, so another may run in its place. Every rank
+that waits is told when nobody can answer any more: there is no hang.
+
+Between parent and child goes one stream socket with pickled messages; both
+ends are this program.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from crystalllm import logical, native
+from crystalllm.errors import UserError
+from crystalllm.identity import Identity
+from crystalllm.payload import Entry
+
+log = logging.getLogger("crystalllm.capture")
+
+# (group, seq, rank, peer): one contribution to one call.
+Address = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank contributed to one call whose values steer programs.
+
+    Args:
+        group: Identity of the group.
+        seq: Ordinal in the group, or in the ordered pair of a send.
+        mark: Iteration marks before it.
+        seq_in_mark: As `seq`, from the last mark.
+        rank: Who contributed it.
+        peer: Receiver of a send, else -1.
+        dtype: Element type in torch's spelling.
+        value: The bytes.
+        splits: Elements per peer of an uneven all_to_all.
+    """
+
+    group: str
+    seq: int
+    mark: int
+    seq_in_mark: int
+    rank: int
+    peer: int
+    dtype: str
+    value: bytes
+    splits: tuple[int, ...]
+
+    @property
+    def address(self) -> Address:
+        return self.group, self.seq, self.rank, self.peer
+
+    def entry(self) -> Entry:
+        """The book's entry, counted from the group's creation."""
+        return Entry(
+            group=self.group,
+            seq=self.seq,
+            rank=self.rank,
+            peer=self.peer,
+            dtype=self.dtype,
+            value=self.value,
+            splits=self.splits,
+        )
+
+
+@dataclass
+class Captured:
+    """What one rank left.
+
+    Args:
+        columns: Its calls, as `World.take_records` gives them.
+        groups: (identity, signature, members, description) of each of its groups.
+        contributions: To calls whose values steer programs.
+        num_marks: Iteration marks that it set.
+        num_invented: Control values that had to be invented all the same.
+    """
+
+    columns: dict[str, list[Any]]
+    groups: list[tuple[str, str, list[int], str]]
+    contributions: list[Contribution]
+    num_marks: int
+    num_invented: int
+
+
+@dataclass
+class _Child:
+    rank: int
+    pid: int
+    channel: socket.socket
+    started: float
+    buffer: bytearray = field(default_factory=bytearray)
+    wants: list[Address] | None = None  # while it waits
+    call: str = ""  # what it waits in
+
+
+class Broker:
+    """Captures a set of ranks.
+
+    Args:
+        identity: Gives the identity of a rank.
+        program: Runs the training program; called in the child.
+        output: Gives a file to which a rank's output goes.
+        parallel: Ranks that compute at a time.
+        limit_s: Seconds that one rank may take in all.
+        known: Contributions of ranks that were captured before.
+        on_done: Called with each rank and what it left, as soon as it is there.
+    """
+
+    def __init__(
+        self,
+        identity: Callable[[int], Identity],
+        program: Callable[[], None],
+        *,
+        output: Callable[[int], str],
+        parallel: int,
+        limit_s: float,
+        on_done: Callable[[int, Captured], None],
+        known: Iterable[Contribution] = (),
+        done: Iterable[int] = (),
+    ) -> None:
+        self.identity, self.program, self.output = identity, program, output
+        self.parallel, self.limit_s, self.on_done = parallel, limit_s, on_done
+        self.values = {c.address: c for c in known}
+        self.done = set(done)
+        self.pending: deque[int] = deque()
+        self.children: dict[int, _Child] = {}
+        self.selector = selectors.DefaultSelector()
+
+    def run(self, ranks: Iterable[int]) -> None:
+        """Captures `ranks`, and whoever they need values of.
+
+        Raises:
+            UserError: A rank failed, died, ran too long, or needs a value that
+                nobody makes; says which and why. No child is left.
+        """
+        self.pending.extend(r for r in ranks if r not in self.done)
+        try:
+            while self.pending or self.children:
+                while self.pending and self._num_computing() < self.parallel:
+                    self._start(self.pending.popleft())
+                self._check_stuck()
+                self._wait_for_messages()
+        finally:
+            for child in list(self.children.values()):
+                os.kill(child.pid, signal.SIGKILL)
+                self._reap(child)
+
+    def _num_computing(self) -> int:
+        return sum(1 for c in self.children.values() if c.wants is None)
+
+    # --- parent ---------------------------------------------------------------
+
+    def _start(self, rank: int) -> None:
+        if rank in self.done or rank in self.children:
+            return
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # see warm.py
+            pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for child in self.children.values():
+                child.channel.close()
+            _be_child(self.identity(rank), self.program, self.output(rank), theirs)
+        theirs.close()
+        child = _Child(rank, pid, ours, time.monotonic())
+        self.children[rank] = child
+        self.selector.register(ours, selectors.EVENT_READ, child)
+
+    def _wait_for_messages(self) -> None:
+        now = time.monotonic()
+        first = min((c.started for c in self.children.values()), default=now)
+        events = self.selector.select(max(0.0, min(1.0, first + self.limit_s - now)))
+        for key, _ in events:
+            self._read(key.data)
+        for child in list(self.children.values()):
+            if time.monotonic() - child.started > self.limit_s:
+                state = f"waiting in {child.call}" if child.wants else "computing"
+                raise UserError(
+                    f"A logical rank did not end within {self.limit_s:g} s",
+                    where=f"Rank {child.rank}, {state}; output in {self.output(child.rank)}",
+                    do="Look for a wait that never ends, or raise --limit",
+                )
+
+    def _read(self, child: _Child) -> None:
+        data = child.channel.recv(1 << 20)
+        if not data:
+            status = self._reap(child)
+            code = os.waitstatus_to_exitcode(status)
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise UserError(
+                f"A logical rank died with {how} before it gave its calls",
+                where=f"Rank {child.rank}, output in {self.output(child.rank)}",
+                do="Read its output; a kill without a message is often memory. "
+                "Start again: what is captured is kept",
+            )
+        child.buffer += data
+        while (message := _take(child.buffer)) is not None:
+            self._handle(child, message)
+
+    def _handle(self, child: _Child, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == "have":
+            self.values.update((c.address, c) for c in rest[0])
+        elif kind == "want":
+            child.wants, child.call = rest
+            for _, _, rank, _ in reversed(child.wants):
+                if rank not in self.done and rank not in self.children:
+                    if rank in self.pending:
+                        self.pending.remove(rank)
+                    self.pending.appendleft(rank)
+        elif kind == "done":
+            self._reap(child)
+            self.done.add(child.rank)
+            self.on_done(child.rank, rest[0])
+        elif kind == "failed":
+            self._reap(child)
+            raise UserError(
+                f"A logical rank failed: {rest[0]}",
+                where=f"Rank {child.rank}, output in {self.output(child.rank)}",
+                do="Mend the program, or run this rank alone with python -m crystalllm run",
+            )
+        self._answer_waiting()
+
+    def _answer_waiting(self) -> None:
+        for child in self.children.values():
+            if child.wants is not None and all(a in self.values for a in child.wants):
+                found = [self.values[a] for a in child.wants]
+                child.wants = None
+                _send(child.channel, found)
+
+    def _check_stuck(self) -> None:
+        """An error when every rank waits and nobody is left who could answer."""
+        waiting = [c for c in self.children.values() if c.wants is not None]
+        if not waiting or len(waiting) < len(self.children) or self.pending:
+            return
+        child = waiting[0]
+        assert child.wants is not None
+        group, seq, rank, peer = next(a for a in child.wants if a not in self.values)
+        if rank in self.children:
+            other = f"rank {rank} itself waits in {self.children[rank].call}"
+        else:
+            other = f"rank {rank} has ended without making that call"
+        to = f" to rank {peer}" if peer >= 0 else ""
+        raise UserError(
+            "A logical rank waits for a value that nobody will send",
+            where=f"Rank {child.rank} in {child.call}, group {group}, sequence number {seq}: it "
+            f"needs what rank {rank} contributes{to}, and {other}",
+            do="Look at the order of the calls on these two ranks",
+        )
+
+    def _reap(self, child: _Child) -> int:
+        self.selector.unregister(child.channel)
+        child.channel.close()
+        del self.children[child.rank]
+        return os.waitpid(child.pid, 0)[1]
+
+
+# --- child -------------------------------------------------------------------
+
+
+def _be_child(
+    identity: Identity, program: Callable[[], None], output: str, channel: socket.socket
+) -> None:
+    code = 1
+    try:
+        with open(output, "wb", buffering=0) as log_file:
+            os.dup2(log_file.fileno(), 1)
+            os.dup2(log_file.fileno(), 2)
+        os.environ.update(identity.variables())
+        try:
+            _send(channel, ("done", _capture(identity, program, channel)))
+        except BaseException as error:
+            traceback.print_exc()
+            _send(channel, ("failed", f"{type(error).__name__}: {error}"))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 0
+    finally:
+        os._exit(code)  # the parent's atexit handlers and buffers are not ours to run
+
+
+def _capture(identity: Identity, program: Callable[[], None], channel: socket.socket) -> Captured:
+    logical.enter(identity, keep_records=True)
+    world = logical.world()
+    world.keep_contributions(True)
+    made: list[Contribution] = []
+    payload = native.load().Payload
+
+    def publish() -> None:
+        fresh = [Contribution(*c[:-1], tuple(c[-1])) for c in world.take_contributions()]
+        made.extend(fresh)
+        if fresh:
+            _send(channel, ("have", fresh))
+
+    def ask(group: str, seq: int, ranks: list[int], peer: int, key: str) -> None:
+        publish()
+        _send(channel, ("want", [(group, seq, rank, peer) for rank in ranks], key))
+        for c in _receive(channel):
+            value = payload(c.dtype, c.value, list(c.splits))
+            world.add_payload(c.group, -1, c.seq, c.rank, c.peer, value)
+
+    world.set_payload_source(ask)
+    try:
+        program()
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    publish()
+    return Captured(
+        columns=world.take_records(),
+        groups=[(g.identity, g.signature, g.members, g.description) for g in world.groups],
+        contributions=made,
+        num_marks=world.marks,
+        num_invented=world.num_invented,
+    )
+
+
+# --- messages ------------------------------------------------------------------
+
+
+def _send(channel: socket.socket, message: object) -> None:
+    data = pickle.dumps(message)
+    channel.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(channel: socket.socket) -> Any:
+    buffer = bytearray()
+    while (message := _take(buffer)) is None:
+        data = channel.recv(1 << 20)
+        if not data:
+            raise ConnectionError("the capturing process has ended")
+        buffer += data
+    return message
+
+
+def _take(buffer: bytearray) -> Any:
+    """The next whole message of the buffer, or None."""
+    if len(buffer) < 8:
+        return None
+    (size,) = struct.unpack("<Q", buffer[:8])
+    if len(buffer) < 8 + size:
+        return None
+    message = pickle.loads(bytes(buffer[8 : 8 + size]))
+    del buffer[: 8 + size]
+    return message
