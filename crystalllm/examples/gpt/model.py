@@ -6,18 +6,20 @@ here (sequence / cp); t tokens that reach norms and residuals here (s / tp).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.utils.checkpoint import checkpoint
 
 from .config import Config
 from .moe import MoE
-from .recompute import around
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,37 +43,70 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
+def run(
+    body: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, recompute: bool
+) -> torch.Tensor:
+    """body(x), of which only x is kept for the backward pass if the rest is recomputed there."""
+    if not recompute:
+        return body(x)
+    # Nothing here draws random numbers, so there is no such state to keep.
+    return checkpoint(body, x, use_reentrant=False, preserve_rng_state=False)
+
+
 class Attention(nn.Module):
     """Causal self attention over the heads of this tensor-parallel rank.
 
     Under context parallelism queries stay, and keys and values of the whole
-    sequence are gathered; the backward pass scatters their gradients.
+    sequence are gathered; the backward pass scatters their gradients. What lies
+    between the projections, gathered tensors included, is what selective
+    recomputation does not keep (Korthikanti et al. 2022, arXiv:2205.05198).
     """
 
     def __init__(self, config: Config, groups: Groups) -> None:
         super().__init__()
         self.heads = config.heads // config.tp
         self.cp = groups.cp
+        self.recompute = config.recompute == "selective"
         # By head, then q, k, v: a tensor-parallel slice is a set of whole heads.
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, t, hidden] to the same; the projections gather and scatter t to s and back."""
-        qkv = self.qkv(x)
+        return self.out(run(self._core, self.qkv(x), recompute=self.recompute))
+
+    def _core(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[b, s, 3 × hidden / tp] to [b, s, hidden / tp]."""
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
         first = 0 if self.cp is None else self.cp.rank() * s
-        positions = torch.arange(first, first + s, device=x.device)
+        positions = torch.arange(first, first + s, device=qkv.device)
         q, k = rotate(q, positions), rotate(k, positions)
         if self.cp is None:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            kv = torch.cat((k, v), dim=-1).contiguous()
-            k, v = all_gather_tensor_autograd(kv, 2, self.cp).chunk(2, dim=-1)
-            causal = positions[:, None] >= torch.arange(k.shape[2], device=x.device)
+            k, v = _Gather.apply(torch.stack((k, v)), self.cp)
+            causal = positions[:, None] >= torch.arange(k.shape[2], device=qkv.device)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=causal)
-        return self.out(attended.transpose(1, 2).reshape(b, s, -1))
+        return attended.transpose(1, 2).reshape(b, s, -1)
+
+
+class _Gather(torch.autograd.Function):
+    """[2, b, heads, s, d] to [2, b, heads, sequence, d], in order of rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = part.new_empty(group.size(), *part.shape)
+        dist.all_gather_into_tensor(parts, part, group=group)
+        return torch.cat(parts.unbind(), dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = torch.stack(grad.chunk(ctx.group.size(), dim=-2))
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(part, parts, group=ctx.group)
+        return part, None
 
 
 class MLP(nn.Module):
@@ -91,11 +126,11 @@ class Block(nn.Module):
         self.attention = Attention(config, groups)
         self.norm2 = nn.LayerNorm(config.hidden)
         self.mlp = MoE(config, groups) if config.num_experts else MLP(config)
-        self.around = around(config.recompute)
+        self.recompute = config.recompute == "full"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, t, hidden] to the same."""
-        return self.around(self._body, x)
+        return run(self._body, x, recompute=self.recompute)
 
     def _body(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))

@@ -137,7 +137,6 @@ def build_stage(config: Config, axes: Axes, *, index: int) -> Stage:
             model,
             device_mesh=axes.dense["data"],
             init_sync=False,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
     # DDP replaces DTensors by their local parts, over the same storage.
