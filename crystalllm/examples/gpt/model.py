@@ -22,6 +22,9 @@ from .config import Config
 from .moe import MoE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# torch 2.13 renames them and warns about the old names.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +100,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts = part.new_empty(group.size(), *part.shape)
-        dist.all_gather_into_tensor(parts, part, group=group)
-        return torch.cat(parts.unbind(), dim=-2)
+        parts = part.new_empty(group.size() * len(part), *part.shape[1:])
+        ALL_GATHER(parts, part, group=group)
+        return torch.cat(parts.chunk(group.size()), dim=-2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = torch.stack(grad.chunk(ctx.group.size(), dim=-2))
-        part = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(part, parts, group=ctx.group)
+        parts = torch.cat(grad.chunk(ctx.group.size(), dim=-2))
+        part = torch.empty_like(parts[: len(grad)])
+        REDUCE_SCATTER(part, parts, group=ctx.group)
         return part, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = parse(arguments, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         sys.exit(f"crystalllm.examples.gpt: {error}")
+    # Logits under TP are a view, and nothing is done to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _start(config)
     try:
         train(config)
