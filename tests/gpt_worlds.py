@@ -1,8 +1,9 @@
 """Trains the bundled GPT in many layouts on real gloo ranks.
 
-`gpt_worlds.py WORLD FOLDER` runs every layout of LAYOUTS that has WORLD ranks,
-one after the other in one world, and writes FOLDER/WORLD.json: by name, the
-losses and gradient norms that each rank logged.
+`gpt_worlds.py WORLD FOLDER [NAME …]` runs every layout of LAYOUTS and RESUMES
+that has WORLD ranks (or those named), one after the other in one world, and
+writes FOLDER/WORLD.json: by name, for each rank, the (loss, gradient norm) of
+every iteration that it logged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.multiprocessing as mp
 from crystalllm.examples.gpt.config import Config
 from crystalllm.examples.gpt.train import train
 
+STEPS = 3
 # Small enough for two cores, large enough to be cut 4 ways on every axis.
 SIZE = {
     "layers": 4,
@@ -27,8 +29,8 @@ SIZE = {
     "heads": 4,
     "sequence": 32,
     "micro_batch": 1,
-    "global_batch": 8,
-    "steps": 4,
+    "global_batch": 4,
+    "steps": STEPS,
     "seed": 7,
 }
 DENSE = {}
@@ -45,7 +47,7 @@ LAYOUTS = {
     "pp-vp": (2, "dense", {"pp": 2, "vp": 2}),
     "cp": (2, "dense", {"cp": 2}),
     "cp-ddp": (2, "dense", {"cp": 2, "data_parallel": "ddp"}),
-    "micro-batch-2": (2, "dense", {"micro_batch": 2}),
+    "micro-batch-2": (2, "dense", {"micro_batch": 2, "tp": 2}),
     "recompute-full": (2, "dense", {"recompute": "full"}),
     "recompute-selective-tp": (2, "dense", {"recompute": "selective", "tp": 2}),
     "offload": (2, "dense", {"offload_optimizer": True}),
@@ -92,9 +94,26 @@ LAYOUTS = {
 LAYOUTS |= {f"one-{name}": (1, name, {}) for name in MODELS}
 
 
-def config(name: str) -> Config:
-    world, model, layout = LAYOUTS[name]
-    return Config(world_size=world, **(SIZE | MODELS[model] | layout))
+# name: (ranks, model, layout of all steps but one, layout that loads its checkpoint for the last)
+RESUMES = {
+    "fsdp-to-tp-offload": (2, "dense", {}, {"tp": 2, "offload_optimizer": True}),
+    "moe-ep-ddp-to-pp": (2, "moe", {"ep": 2, "data_parallel": "ddp"}, {"pp": 2}),
+    "tp-fsdp-to-pp-vp": (4, "dense", {"tp": 2}, {"pp": 2, "vp": 2}),
+    "tp-ddp-to-pp-fsdp": (4, "dense", {"tp": 2, "data_parallel": "ddp"}, {"pp": 2}),
+    "moe-tp-ep-to-ep4": (4, "moe", {"tp": 2, "ep": 2}, {"ep": 4}),
+}  # fmt: skip
+
+
+def curve(world: int, model: str, layout: dict[str, object]) -> list[tuple[float, float]]:
+    config = Config(world_size=world, **(SIZE | MODELS[model] | layout))
+    return [(record.loss, record.grad_norm) for record in train(config)]
+
+
+def resumed(
+    world: int, model: str, first: dict[str, object], then: dict[str, object], *, folder: str
+) -> list[tuple[float, float]]:
+    start = curve(world, model, first | {"steps": STEPS - 1, "save": folder})
+    return start + curve(world, model, then | {"load": folder})
 
 
 def main(rank: int, world: int, folder: str, only: list[str]) -> None:
@@ -107,12 +126,14 @@ def main(rank: int, world: int, folder: str, only: list[str]) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     curves = {}
-    for name, (ranks, _, _) in LAYOUTS.items():
-        if ranks != world or (only and name not in only):
+    for name, case in (LAYOUTS | RESUMES).items():
+        if case[0] != world or (only and name not in only):
             continue
-        if only:
-            print(rank, name, flush=True)
-        curves[name] = [(r.loss, r.grad_norm) for r in train(config(name))]
+        if name in RESUMES:
+            curves[name] = resumed(*case, folder=f"{folder}/{name}")
+        else:
+            curves[name] = curve(*case)
+        dist.barrier()
     everyone: list[object] = [None] * world
     dist.all_gather_object(everyone, curves)
     if rank == 0:
@@ -124,4 +145,5 @@ def main(rank: int, world: int, folder: str, only: list[str]) -> None:
 
 if __name__ == "__main__":
     size = int(sys.argv[1])
-    mp.spawn(main, (size, sys.argv[2], sys.argv[3:]), nprocs=size)
+    # Forked, so that torch is imported once.
+    mp.start_processes(main, (size, sys.argv[2], sys.argv[3:]), nprocs=size, start_method="fork")

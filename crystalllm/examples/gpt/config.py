@@ -273,7 +273,11 @@ def parse(arguments: Sequence[str] | None = None, *, world_size: int) -> Config:
     add(model, "aux-loss", "weight of the load balancing loss", type=float)
 
     training = parser.add_argument_group("training")
-    add(training, "recompute", "activations recomputed in backward: selective is attention, full is whole layers")
+    add(
+        training,
+        "recompute",
+        "activations recomputed in backward: selective is attention, full is whole layers",
+    )
     training.add_argument(
         "--offload-optimizer", action="store_true", help="optimizer state and step on the host"
     )
