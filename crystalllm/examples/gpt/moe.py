@@ -40,7 +40,9 @@ class MoE(nn.Module):
         """[b, t, hidden] to the same."""
         b, t, hidden = x.shape
         k, num_experts = self.config.top_k, self.config.num_experts
-        probabilities = self.router(x).float().softmax(dim=-1)  # [b, t, num_experts]
+        # Tokens in a row: DTensor folds no sharded dimension into another.
+        scores = self.router(x.reshape(b * t, hidden)).view(b, t, num_experts)
+        probabilities = scores.float().softmax(dim=-1)
         weights, chosen = probabilities.topk(k, dim=-1)
         choice = F.one_hot(chosen.flatten(1), num_experts)  # [b, t × k, num_experts]
 

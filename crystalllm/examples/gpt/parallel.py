@@ -179,7 +179,7 @@ def _block_plan(*, moe: bool) -> dict[str, object]:
     if moe:
         return plan | {
             "norm2": SequenceParallel(use_local_output=True),
-            "mlp.router": SequenceParallel(use_local_output=True),
+            "mlp.router": SequenceParallel(sequence_dim=0, use_local_output=True),
         }
     return plan | {
         "norm2": SequenceParallel(),
