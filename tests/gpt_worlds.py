@@ -36,7 +36,7 @@ SIZE = {
 DENSE = {}
 MOE = {"num_experts": 4, "top_k": 2, "aux_loss": 0.05}
 CAPACITY = MOE | {"capacity_factor": 0.75}
-MODELS = {"dense": DENSE, "moe": MOE, "capacity": CAPACITY}
+MODELS = {"dense": DENSE, "moe": MOE, "capacity": CAPACITY, "bf16": {"precision": "bf16"}}
 
 # name: (ranks, model, what the layout adds)
 LAYOUTS = {
@@ -82,6 +82,9 @@ LAYOUTS = {
     "moe-pp-vp-ep-recompute": (4, "moe", {"pp": 2, "vp": 2, "ep": 2, "recompute": "full"}),
     "moe-cp-ep": (4, "moe", {"cp": 2, "ep": 2}),
     "capacity-cp-tp": (4, "capacity", {"cp": 2, "tp": 2, "micro_batch": 2}),
+    "bf16-tp-fsdp": (4, "bf16", {"tp": 2}),
+    "bf16-tp-ddp": (4, "bf16", {"tp": 2, "data_parallel": "ddp"}),
+    "bf16-pp-vp-fsdp": (4, "bf16", {"pp": 2, "vp": 2}),
     "tp-pp-fsdp": (8, "dense", {"tp": 2, "pp": 2}),
     "tp-pp-ddp": (8, "dense", {"tp": 2, "pp": 2, "data_parallel": "ddp"}),
     "tp-pp-vp-cp": (8, "dense", {"tp": 2, "pp": 2, "vp": 2, "cp": 2}),
@@ -94,7 +97,8 @@ LAYOUTS = {
 LAYOUTS |= {f"one-{name}": (1, name, {}) for name in MODELS}
 
 
-# name: (ranks, model, layout of all steps but one, layout that loads its checkpoint for the last)
+# name: (ranks, model, layout of the first step, layout that loads its checkpoint). Two steps
+# follow, since what AdamW remembered shows in the second.
 RESUMES = {
     "fsdp-to-tp-offload": (2, "dense", {}, {"tp": 2, "offload_optimizer": True}),
     "moe-ep-ddp-to-pp": (2, "moe", {"ep": 2, "data_parallel": "ddp"}, {"pp": 2}),
@@ -112,7 +116,7 @@ def curve(world: int, model: str, layout: dict[str, object]) -> list[tuple[float
 def resumed(
     world: int, model: str, first: dict[str, object], then: dict[str, object], *, folder: str
 ) -> list[tuple[float, float]]:
-    start = curve(world, model, first | {"steps": STEPS - 1, "save": folder})
+    start = curve(world, model, first | {"steps": 1, "save": folder})
     return start + curve(world, model, then | {"load": folder})
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import gpt_worlds
 import pytest
 
-# fp32 sums in another order: at most 2.3e-7 was measured, on torch 2.11 and 2.13.
+# Sums in another order. Measured on torch 2.11 and 2.13: at most 3e-7 in fp32, 1.3e-3 in bf16.
 RELATIVE = 1e-5
+RELATIVE_BF16 = 1e-2
 CASES = {**gpt_worlds.LAYOUTS, **gpt_worlds.RESUMES}
 COMPARED = [name for name, (world, *_) in CASES.items() if world > 1]
 
@@ -55,12 +56,13 @@ def test_layout_gives_losses_and_gradient_norms_of_one_rank(name, curves):
     world, model, *_ = CASES[name]
     (expected,) = curves(1)[f"one-{model}"]
     assert len(expected) == gpt_worlds.STEPS
+    relative = RELATIVE_BF16 if model == "bf16" else RELATIVE
     ranks = curves(world)[name]
     assert len(ranks) == world
     for rank in ranks:
         assert len(rank) == gpt_worlds.STEPS
         for seen, wanted in zip(rank, expected, strict=True):
-            assert seen == pytest.approx(wanted, rel=RELATIVE)
+            assert seen == pytest.approx(wanted, rel=relative)
 
 
 def test_models_differ_by_more_than_the_tolerance(curves):
