@@ -114,3 +114,19 @@ def test_impossible_layout_ends_with_the_reason_and_without_a_traceback(root):
     assert done.returncode == 1
     assert "tp × pp × cp = 2 must divide world_size=1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no CUDA device")
+@pytest.mark.parametrize("model", ["", "--num-experts 4", "--offload-optimizer"])
+def test_cuda_with_nccl_trains_as_the_cpu_does(model, root, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # hidden from pytest's own process
+    curves = []
+    for device in ("cpu", "cuda"):
+        log = tmp_path / f"{device}.jsonl"
+        flags = f"--device {device} --layers 2 --global-batch 4 --steps 5 --json-log {log} {model}"
+        run(root, *f"-m crystalllm.examples.gpt {flags}".split(), limit_s=120)
+        curves.append([json.loads(line) for line in log.open()])
+    for on_cpu, on_cuda in zip(*curves, strict=True):
+        assert on_cuda["loss"] == pytest.approx(on_cpu["loss"], rel=1e-3)
+        assert on_cuda["grad_norm"] == pytest.approx(on_cpu["grad_norm"], rel=1e-2)

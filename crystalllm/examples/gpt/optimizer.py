@@ -25,6 +25,8 @@ class Optimizer:
         with torch.no_grad():
             self.shards = [_local(w.value) for w in weights]
             self.masters = [self._to_host(s) for s in self.shards]
+        ranks = config.data_ranks * config.tp
+        self.copies = torch.tensor([ranks // w.num_shards for w in weights], device=axes.device)
         matrices = [m for m, w in zip(self.masters, weights, strict=True) if w.value.ndim > 1]
         vectors = [m for m, w in zip(self.masters, weights, strict=True) if w.value.ndim == 1]
         groups = [
@@ -89,10 +91,8 @@ class Optimizer:
         All ranks' squares are added, each divided by the number of ranks of its
         stage that add the same: one reduction for any mixture of meshes.
         """
-        ranks = self.config.data_ranks * self.config.tp
         squares = torch.stack(torch._foreach_norm(gradients)).square()
-        copies = torch.tensor([ranks // w.num_shards for w in self.weights], device=squares.device)
-        total = (squares / copies).sum()
+        total = (squares / self.copies).sum()
         dist.all_reduce(total)
         return total.sqrt()
 
