@@ -7,7 +7,7 @@ PYTHON ?= python3
 STACK ?= cpu
 VENV ?= .venv
 RUN := $(VENV)/bin/python
-JOB ?= fsdp-tp-512
+JOB ?= gpt-512
 RANK ?= 137
 OUT ?= results/$(JOB)/run
 

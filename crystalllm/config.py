@@ -373,12 +373,25 @@ FSDP_TP_JOB = Job(
 )
 
 
+GPT_JOB = Job(
+    program="-m crystalllm.examples.gpt",
+    arguments="--tp {tp} --pp {pp} --dp {dp} --layers 8 --hidden 256 --sequence 128 "
+    "--micro-batch 1 --num-microbatches 8 --steps {iterations} --seed {seed} --log-ranks all",
+    world_size=512,
+    ranks_per_node=8,
+    iterations=10,
+    parallelism=Parallelism(tp=4, pp=8, dp=16),
+    cluster="h200-64x8",
+)
+
+
 def generated_files() -> dict[Path, str]:
     """Every file that is generated from the models, with its content."""
     from crystalllm import tables
 
     return {
         JOBS / "fsdp-tp-512.yaml": _to_yaml(FSDP_TP_JOB),
+        JOBS / "gpt-512.yaml": _to_yaml(GPT_JOB),
         CLUSTERS / "h200-64x8.yaml": _to_yaml(H200_CLUSTER),
         Path("config/schema/job.schema.json"): _schema(Job),
         Path("config/schema/cluster.schema.json"): _schema(Cluster),

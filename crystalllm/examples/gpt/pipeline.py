@@ -138,11 +138,3 @@ class _StaticStage(PipelineStage):
             output_args=logits if last else between.detach().requires_grad_(),
             group=axes.dense.get_group("pp"),
         )
-
-    # torch 2.13 lets stages vote on whether shapes have to be found at run time.
-    # All stages are of this class, so the outcome is known without messages.
-    def _warmup_forward_vote(self, *_args: object, **_kwargs: object) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
-
-    def _warmup_backward_result(self, *_args: object, **_kwargs: object) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
