@@ -17,10 +17,7 @@ USAGE_ERROR = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one verb; ends the process with its exit code."""
-    logging.basicConfig(
-        level=os.environ.get("CRYSTALLLM_LOG", "WARNING").upper(),
-        format="%(name)s: %(message)s",
-    )
+    _log_to_stderr()
     arguments, command = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -32,6 +29,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"crystalllm: {error}", file=sys.stderr)
         code = USAGE_ERROR
     sys.exit(code)
+
+
+def _log_to_stderr() -> None:
+    """Our own log; the root logger is the program's to configure."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger = logging.getLogger("crystalllm")
+    logger.setLevel(os.environ.get("CRYSTALLLM_LOG", "WARNING").upper())
+    logger.addHandler(handler)
+    logger.propagate = False
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str] | None]:
@@ -117,6 +124,12 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
     from crystalllm.identity import Identity
     from crystalllm.run import Program, run
 
+    if args.transfer_us < 0:
+        raise UserError(
+            "A transfer cannot take less than no time",
+            where=f"--transfer-us {args.transfer_us:g}",
+            do="Pass 0 or more microseconds",
+        )
     if args.job is not None:
         job = load_job(args.job)
         changes = {

@@ -96,7 +96,8 @@ class Job(_Model):
             hint = (
                 f"dp={self.world_size // rest} would fill it"
                 if self.world_size % rest == 0
-                else f"tp × pp × cp = {rest} does not divide it"
+                else f"tp × pp × cp = {rest} does not divide it, legal are world sizes of "
+                f"{rest}, {2 * rest}, {3 * rest}, … with dp to match"
             )
             raise ValueError(
                 f"{p.factors} = {p.product} ranks, but world_size is {self.world_size}; {hint}"
@@ -241,7 +242,7 @@ def check_fits(job: Job, cluster: Cluster, *, where: str) -> None:
 def _find(name: str, folder: Path, what: str) -> Path:
     direct = Path(name)
     if direct.suffix in (".yaml", ".yml"):
-        if direct.exists():
+        if direct.is_file():
             return direct
         known = []
     else:
@@ -292,7 +293,9 @@ def _explain(error: ValidationError, path: Path, model: type[BaseModel]) -> User
         elif item["type"] == "missing":
             problems.append(f"key {key} is missing")
         elif item["type"] == "value_error":
-            problems.append(f"key {key}: {item['ctx']['error']}")
+            name = f"key {key}: " if item["loc"] else "keys parallelism and world_size: "
+            what = str(item["ctx"]["error"])
+            problems.append(what if model is not Job and not item["loc"] else name + what)
         else:
             problems.append(f"key {key}: value {value!r}: {item['msg']}")
     return UserError(

@@ -50,6 +50,13 @@ class Identity:
                 do="Pass a positive --ranks-per-node",
             )
 
+        if self.seed < 0:
+            raise UserError(
+                "A seed is a whole number from 0",
+                where=f"Seed {self.seed}",
+                do="Pass a --seed of 0 or more",
+            )
+
     @property
     def node(self) -> int:
         return self.rank // self.ranks_per_node

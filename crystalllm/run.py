@@ -6,20 +6,29 @@ to say goes into files, and one line to a terminal.
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import importlib.util
+import io
 import json
 import os
 import runpy
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from crystalllm import __version__, logical, tables
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +72,29 @@ class Program:
         return sorted(Path(self.command[0]).resolve().parent.glob("*.py"))
 
     def execute(self) -> None:
-        """Runs it as `__main__`; ends as it ends, by return, exit or exception."""
+        """Runs it as `__main__`; ends as it ends, by return, exit or exception.
+
+        The module stays `__main__` afterwards, for threads and atexit handlers
+        that pickle what it defines.
+        """
+        main = types.ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = main
         if self.is_module:
             name, *arguments = self.command[1:]
             sys.argv = [name, *arguments]
             sys.path[0] = os.getcwd()
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            # What python -m does itself: the public run_module takes __main__ away
+            # when it returns.
+            runpy._run_module_as_main(name)
         else:
             path, *_ = self.command
             sys.argv = list(self.command)
             sys.path[0] = str(Path(path).resolve().parent)
-            runpy.run_path(path, run_name="__main__")
+            main.__file__ = path
+            with io.open_code(os.path.abspath(path)) as source:
+                code = compile(source.read(), path, "exec")
+            exec(code, main.__dict__)
 
 
 def run(
@@ -102,6 +123,15 @@ def run(
     Returns:
         The program's exit code.
     """
+    for path in (record, summary):
+        if path is not None:
+            _check_writable(path)
+    if record is not None:
+        tables.prepare()
+    ending = _Ending(program, identity, record, summary)
+    # Registered before the program's own handlers, so that it runs after them.
+    atexit.register(ending.finish)
+    os._exit = ending.wrap_exit(os._exit)
     os.environ.update(identity.variables())
     logical.enter(
         identity,
@@ -111,23 +141,76 @@ def run(
         transfer_ns=transfer_ns,
         logical_local_rank=logical_local_rank,
     )
-    try:
-        code = _exit_code(program)
-    finally:
+    ending.code = _exit_code(program)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()  # as the interpreter does before it calls atexit handlers
+    return ending.code
+
+
+class _Ending:
+    """Writes what the run left, once, whichever way the process ends."""
+
+    def __init__(
+        self, program: Program, identity: Identity, record: Path | None, summary: Path | None
+    ) -> None:
+        self.program, self.identity = program, identity
+        self.record, self.summary = record, summary
+        self.code: int | None = None
+        self.written = False
+
+    def finish(self) -> None:
+        """The last handler: writes, and dies of an interrupt as the interpreter would."""
+        self.write()
+        if self.code == _INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def write(self) -> None:
+        if self.written:
+            return
+        self.written = True
         world = logical.world()
-        if record is not None:
-            write_records(record, world, program, identity)
-    outcome = summarize(world, program, identity, code)
-    if summary is not None:
-        summary.parent.mkdir(parents=True, exist_ok=True)
-        summary.write_text(json.dumps(outcome, indent=2) + "\n")
-    if outcome["num_invented"] and sys.stderr.isatty():
-        print(
-            f"crystalllm: unverified: {outcome['num_invented']} control values of virtual ranks "
-            "were invented (--summary FILE lists them)",
-            file=sys.stderr,
-        )
-    return code
+        if self.record is not None:
+            write_records(self.record, world, self.program, self.identity)
+        outcome = summarize(world, self.program, self.identity, self.code)
+        if self.summary is not None:
+            self.summary.write_text(json.dumps(outcome, indent=2) + "\n")
+        if outcome["num_invented"] and sys.stderr.isatty():
+            print(
+                f"crystalllm: unverified: {outcome['num_invented']} control values of virtual "
+                "ranks were invented (--summary FILE lists them)",
+                file=sys.stderr,
+            )
+
+    def wrap_exit(self, exit_now: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+        process = os.getpid()
+
+        def write_and_exit(status: int) -> NoReturn:
+            if os.getpid() == process:  # a fork's end is not the run's
+                self.code = status
+                self.write()
+            exit_now(status)
+
+        return write_and_exit
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a file that could not be written, before the program runs for hours."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            "A result could not be written",
+            where=f"File {path}: {error.strerror or error}",
+            do="Pass another path",
+        ) from error
 
 
 def _exit_code(program: Program) -> int:
@@ -140,13 +223,11 @@ def _exit_code(program: Program) -> int:
             return stop.code
         print(stop.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
         # As if the program had been started by itself: without our frames.
         error.__traceback__ = _without_ours(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -217,7 +298,7 @@ def provenance_of(world: Any, program: Program, identity: Identity) -> dict[str,
     }
 
 
-def summarize(world: Any, program: Program, identity: Identity, code: int) -> dict[str, Any]:
+def summarize(world: Any, program: Program, identity: Identity, code: int | None) -> dict[str, Any]:
     """What happened, ready for JSON."""
     invented = world.inventions if world is not None else []
     return {

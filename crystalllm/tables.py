@@ -122,6 +122,11 @@ class Table:
         return table, json.loads(metadata.get(_PROVENANCE, b"{}"))
 
 
+def prepare() -> None:
+    """Imports what writing imports, which fails once the interpreter is ending."""
+    pa.array([""])
+
+
 CALLS = Table(
     "calls",
     1,
@@ -150,7 +155,9 @@ CALLS = Table(
         Column("peer_rank", pa.int32(), "-1 without a peer"),
         Column("any_source", pa.bool_(), "received from any source; peer_rank is who it was"),
         Column("tag", pa.int32(), "of a point-to-point call"),
-        Column("batch", pa.int64(), "calls coalesced into one share it; -1 alone"),
+        Column(
+            "batch", pa.int64(), "ordinal of the batch; calls coalesced into one share it; -1 alone"
+        ),
         Column("stream", pa.int64(), "CUDA stream, or host thread by order of first call"),
         Column("seq", pa.int64(), "ordinal in the group, or in the pair for send and recv"),
         Column("mark", pa.int64(), "iteration marks before the call"),
@@ -159,7 +166,9 @@ CALLS = Table(
         Column("out_elements", pa.int64(), "elements that the rank gets out"),
         Column("in_splits", pa.list_(pa.int64()), "explicit split sizes; empty if equal"),
         Column("out_splits", pa.list_(pa.int64()), "explicit split sizes; empty if equal"),
-        Column("is_async", pa.bool_(), "the program asked for a handle"),
+        Column(
+            "is_async", pa.bool_(), "the program asked for a handle; always true for send and recv"
+        ),
     ),
 )
 

@@ -45,6 +45,22 @@ std::vector<int64_t> uneven_sizes(const Tensors& tensors) {
   return sizes;
 }
 
+// What ProcessGroupNCCL calls the collective in record_param_comms, by which
+// tools that read profiles know it.
+const char* profiled_name(OpType type, const CallRecord& record) {
+  switch (type) {
+    case OpType::_ALLGATHER_BASE: return "_allgather_base";
+    case OpType::_REDUCE_SCATTER_BASE: return "_reduce_scatter_base";
+    default: break;
+  }
+  switch (record.kind) {
+    case Kind::all_reduce: return "allreduce";
+    case Kind::all_gather: return "all_gather";
+    case Kind::all_to_all: return record.count < 0 ? "all_to_allv" : "all_to_all";
+    default: return to_string(record.kind);
+  }
+}
+
 } // namespace
 
 VirtualBackend::VirtualBackend(
@@ -126,7 +142,7 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
 
 // --- issuing ----------------------------------------------------------------
 
-CallRecord VirtualBackend::issue_part(Part& part) {
+CallRecord VirtualBackend::issue_part(OpType type, Part& part) {
   const int64_t arrival_ns = now_ns();
   Group& members = group();
   for (const auto* side : {&part.inputs, &part.outputs}) {
@@ -152,9 +168,9 @@ CallRecord VirtualBackend::issue_part(Part& part) {
       part.inputs,
       part.outputs,
       p2p ? record.peer_rank : getRank(),
-      to_string(record.kind),
-      record.in_elements,
-      record.out_elements,
+      profiled_name(type, record),
+      p2p ? record.count : record.in_elements,
+      p2p ? record.count : record.out_elements,
       part.inputs.empty() ? at::kByte : part.inputs[0].scalar_type(),
       record.in_splits,
       record.out_splits,
@@ -179,7 +195,7 @@ VirtualBackend::WorkPtr VirtualBackend::issue(
   Tensors held;
   for (auto& part : parts) {
     part.call.batch = batch;
-    last = issue_part(part);
+    last = issue_part(type, part);
     release_ns = std::max(release_ns, last.release_ns);
     outputs.insert(outputs.end(), part.outputs.begin(), part.outputs.end());
     held.insert(held.end(), part.inputs.begin(), part.inputs.end());

@@ -100,7 +100,7 @@ class VirtualBackend : public c10d::Backend {
       std::chrono::milliseconds timeout);
   WorkPtr issue(
       c10d::OpType type, const char* title, Part part, std::chrono::milliseconds timeout);
-  CallRecord issue_part(Part& part);
+  CallRecord issue_part(c10d::OpType type, Part& part);
 
   const Flavour flavour_;
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -206,10 +206,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_stores", &reset_stores);
 
   py::class_<VirtualStore, c10::intrusive_ptr<VirtualStore>, c10d::Store>(m, "VirtualStore")
-      .def(py::init([](const std::string& endpoint, std::chrono::milliseconds timeout) {
-             return c10::make_intrusive<VirtualStore>(endpoint, timeout);
+      .def(py::init([](const std::string& endpoint, std::chrono::milliseconds timeout, int size) {
+             return c10::make_intrusive<VirtualStore>(endpoint, timeout, size);
            }),
-           py::arg("endpoint"), py::arg("timeout") = c10d::Store::kDefaultTimeout);
+           py::arg("endpoint"), py::arg("timeout") = c10d::Store::kDefaultTimeout,
+           py::arg("size") = 0);
 
   py::class_<VirtualOptions, c10::intrusive_ptr<VirtualOptions>, c10d::Backend::Options>
       options(m, "Options", py::dynamic_attr());
@@ -231,7 +232,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("_get_backend_name", &VirtualBackend::getBackendName)
       .def("comm_split_count", &VirtualBackend::splits)
       .def("perform_nocolor_split", [](VirtualBackend&, const py::object&) {})
-      .def("_is_initialized", [](VirtualBackend&) { return true; });
+      .def("_is_initialized", [](VirtualBackend&) { return true; })
+      .def("_set_default_timeout", &VirtualBackend::setTimeout, py::arg("timeout"))
+      .def("_add_ephemeral_timeout",
+           [](VirtualBackend&, std::chrono::milliseconds) {
+             // Lengthens the timeout of the next call only; ours ends on time.
+           },
+           py::arg("timeout"))
+      .def("_verify_work_timeout",
+           [](VirtualBackend& self, const py::object&, std::chrono::milliseconds timeout) {
+             return self.virtual_options()->timeout == timeout;
+           },
+           py::arg("work"), py::arg("timeout"))
+      .def("_group_start", [](VirtualBackend& self) { self.startCoalescing(); })
+      .def("_group_end", [](VirtualBackend& self) { self.endCoalescing(); })
+      .def("get_error", [](VirtualBackend&) { return c10d::ErrorType::SUCCESS; })
+      .def("abort", [](VirtualBackend&) {})
+      .def("shutdown", [](VirtualBackend&) {});
 
   py::class_<GlooBackend, c10::intrusive_ptr<GlooBackend>, VirtualBackend>(m, "GlooBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

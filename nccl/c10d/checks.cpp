@@ -69,6 +69,9 @@ const char* to_string(Flavour flavour) { return flavour == Flavour::gloo ? "gloo
 
 void Checks::dtype(const at::Tensor& tensor) const {
   const auto type = tensor.scalar_type();
+  TORCH_CHECK_VALUE(
+      flavour_ == Flavour::gloo || tensor.is_contiguous(tensor.suggest_memory_format()),
+      "Tensors must be contiguous");
   if (supports(flavour_, type)) {
     return;
   }
@@ -193,14 +196,15 @@ void Checks::all_gather(const std::vector<Tensors>& outputs, const Tensors& inpu
 
 void Checks::all_gather_flat(const at::Tensor& output, const at::Tensor& input) const {
   if (flavour_ == Flavour::gloo) {
-    // torch gathers into `size` chunks of the output, so that errors speak of those.
+    // torch gathers into `size` chunks of the output, and its errors speak of
+    // those; they are only made where there is an error, as they cost O(world).
     const auto no = refuse(flavour_, "allgather");
     const bool whole = output.numel() == input.numel() * size_;
     const bool concatenated = output.dim() == input.dim() && whole &&
         (output.dim() == 0 || output.sizes().slice(1).equals(input.sizes().slice(1)));
-    const auto chunks = output.tensor_split(size_, 0);
-    c10d::assertTypeMatch(no, input.options(), chunks, 0);
-    if (!concatenated) {
+    if (!concatenated || !output.options().type_equal(input.options())) {
+      const auto chunks = output.tensor_split(size_, 0);
+      c10d::assertTypeMatch(no, input.options(), chunks, 0);
       for (size_t i = 0; i < chunks.size(); ++i) {
         c10d::assertSizesMatch(no, input.sizes(), chunks, i);
       }
@@ -298,6 +302,7 @@ void Checks::all_to_all_flat(const at::Tensor& output, const at::Tensor& input,
                              const std::vector<int64_t>& in_splits) const {
   TORCH_CHECK(
       output.scalar_type() == input.scalar_type(), "Tensors are not equal in size or data type");
+  TORCH_CHECK_VALUE(input.is_contiguous(), "Tensors must be contiguous");
   // Also for gloo, which leaves it unchecked that equal splits divide the rows
   // and then moves only some of them.
   c10d::checkSplitSizes(in_splits, input, size_);
@@ -349,7 +354,7 @@ void Checks::send(const Tensors& tensors, int64_t peer) const {
                                                       : "ProcessGroupNCCL::send takes a single tensor");
   peer_in_group("destination", peer);
   if (flavour_ == Flavour::nccl) {
-    dtype(tensors[0]);
+    dtype(tensors[0].contiguous()); // strided messages are legal
   }
 }
 
@@ -359,7 +364,7 @@ void Checks::recv(const Tensors& tensors, int64_t peer) const {
                                                       : "ProcessGroupNCCL::recv takes a single tensor");
   peer_in_group("source", peer);
   if (flavour_ == Flavour::nccl) {
-    dtype(tensors[0]);
+    dtype(tensors[0].contiguous());
   }
 }
 

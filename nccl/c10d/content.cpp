@@ -191,50 +191,47 @@ void fill_with_template(at::Tensor& tensor, uint64_t seed) {
   }
 }
 
-// Rows (along the last dimension) of a sum of partial results that are all zero
-// are the parts that other members hold: a vocabulary-parallel embedding is zero
-// for every token of another shard. Left at zero such a row stays zero through
-// every layer, and each norm over it multiplies its gradient by 1/sqrt(eps).
-// So they get what a row of the template holds. Vectors keep their zeros, which
-// may be flags or counts; so does a matrix that is zero altogether.
+// Rows (along the last dimension) of a sum of partial activations that are all
+// zero are the parts that other members hold: a vocabulary-parallel embedding is
+// zero for every token of another shard. Left at zero such a row stays zero
+// through every layer, and each norm over it multiplies its gradient by
+// 1/sqrt(eps). So they get what a row of the template holds, at the scale of the
+// rest of the tensor. Activations have a batch, a sequence and a width; flags,
+// counts, flat buckets and the gradients of matrices have fewer dimensions.
+constexpr int64_t kLeastActivationDims = 3;
+constexpr int64_t kLeastActivationWidth = 16;
+
 void fill_holes(at::Tensor& tensor, uint64_t seed) {
-  if (tensor.dim() < 2 || tensor.numel() == 0 || !at::isFloatingType(tensor.scalar_type()) ||
+  if (tensor.dim() < kLeastActivationDims || tensor.numel() == 0 ||
+      tensor.size(-1) < kLeastActivationWidth || !at::isFloatingType(tensor.scalar_type()) ||
       !tensor.is_contiguous()) {
     return;
   }
-  const size_t row_bytes = tensor.size(-1) * tensor.element_size();
-  const size_t rows = tensor.nbytes() / row_bytes;
-  auto* data = static_cast<char*>(tensor.data_ptr());
-  // All bytes equal to the next one, and the first is zero: the row is zero.
-  const auto is_zero = [&](const char* row) {
-    return row[0] == 0 && std::memcmp(row, row + 1, row_bytes - 1) == 0;
-  };
-  if (tensor.dim() == 2) {
-    bool all_zero = true;
-    for (size_t r = 0; all_zero && r < rows; ++r) {
-      all_zero = is_zero(data + r * row_bytes);
-    }
-    if (all_zero) {
-      return;
+  const at::Tensor rows = tensor.view({-1, tensor.size(-1)});
+  const size_t row_bytes = rows.size(1) * rows.element_size();
+  const auto* data = static_cast<const char*>(rows.const_data_ptr());
+  std::vector<int64_t> holes;
+  for (int64_t r = 0; r < rows.size(0); ++r) {
+    const char* row = data + r * row_bytes;
+    // All bytes equal to the next one, and the first is zero: the row is zero.
+    if (row[0] == 0 && std::memcmp(row, row + 1, row_bytes - 1) == 0) {
+      holes.push_back(r);
     }
   }
-  const at::Tensor* source = nullptr;
-  size_t at_byte = 0;
-  for (size_t r = 0; r < rows; ++r) {
-    if (!is_zero(data + r * row_bytes)) {
-      continue;
-    }
-    if (source == nullptr) {
-      source = &template_of(tensor.scalar_type(), seed);
-    }
-    const auto* bytes = static_cast<const char*>(source->const_data_ptr());
-    for (size_t done = 0; done < row_bytes;) { // other rows get other values
-      const size_t n = std::min(row_bytes - done, source->nbytes() - at_byte);
-      std::memcpy(data + r * row_bytes + done, bytes + at_byte, n);
-      done += n;
-      at_byte = (at_byte + n) % source->nbytes();
-    }
+  if (holes.empty()) {
+    return;
   }
+  double scale_by = 1.0;
+  const auto held = rows.size(0) - static_cast<int64_t>(holes.size());
+  if (held > 0) {
+    const double norm = tensor.to(at::kFloat).norm().item<double>();
+    const double rms = norm / std::sqrt(static_cast<double>(held * rows.size(1)));
+    scale_by = std::isfinite(rms) ? rms / kTemplateStd : 1.0;
+  }
+  at::Tensor filling = at::empty({static_cast<int64_t>(holes.size()), rows.size(1)}, at::kFloat);
+  fill_with_template(filling, seed);
+  const at::Tensor where = at::tensor(holes, at::kLong);
+  rows.index_copy_(0, where, filling.mul_(scale_by).to(tensor.scalar_type()));
 }
 
 } // namespace
@@ -569,7 +566,7 @@ void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
   if (!payloads_ && out_splits == in_splits && !is_control(output)) { // every slot is as large there as here
     Unseen unseen;
     note_invented(output, "mirrored");
-    output.view({-1}).copy_(flat(input));
+    fill_flat(output, [&](at::Tensor& t) { t.copy_(flat(input)); });
     return;
   }
   const auto slots = [&](const at::Tensor& whole, const std::vector<int64_t>& splits) {
@@ -582,11 +579,26 @@ void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
 
 void Peers::send(const at::Tensor& tensor, int destination) {
   Unseen unseen;
+  if (destination == group_.rank()) {
+    const at::Tensor bytes = flat(tensor).contiguous();
+    world_.send_to_self(group_.id(), std::string(static_cast<const char*>(bytes.const_data_ptr()),
+                                                 bytes.nbytes()));
+    return;
+  }
   exchange_control(tensor, tensor, {}, destination);
 }
 
 void Peers::receive(at::Tensor tensor, int source) {
   Unseen unseen;
+  if (source == group_.rank()) {
+    const std::string bytes = world_.receive_from_self(group_.id());
+    if (bytes.size() == tensor.nbytes()) {
+      fill_flat(tensor, [&](at::Tensor& t) {
+        std::memcpy(t.data_ptr(), bytes.data(), bytes.size());
+      });
+      return;
+    }
+  }
   exchange_control(tensor, at::Tensor(), {source}, group_.rank());
   from_virtual(tensor, payload(source, tensor.scalar_type(), group_.rank()));
 }

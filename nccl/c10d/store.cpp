@@ -61,9 +61,11 @@ void reset_stores() {
   book.clear();
 }
 
-VirtualStore::VirtualStore(const std::string& endpoint, std::chrono::milliseconds timeout)
+VirtualStore::VirtualStore(
+    const std::string& endpoint, std::chrono::milliseconds timeout, int size)
     : c10d::Store(timeout),
       endpoint_(endpoint),
+      size_(size),
       state_(store_state(endpoint)),
       world_(the_world()) {
   TORCH_CHECK(
@@ -72,7 +74,7 @@ VirtualStore::VirtualStore(const std::string& endpoint, std::chrono::millisecond
 }
 
 c10::intrusive_ptr<c10d::Store> VirtualStore::clone() {
-  return c10::make_intrusive<VirtualStore>(endpoint_, timeout_);
+  return c10::make_intrusive<VirtualStore>(endpoint_, timeout_, size_);
 }
 
 const Bytes* VirtualStore::find(const std::string& key) {
@@ -127,16 +129,20 @@ Bytes VirtualStore::get(const std::string& key) {
 }
 
 int64_t VirtualStore::add(const std::string& key, int64_t value) {
-  const int everybody = world_->size_of_group_named_in(key);
+  const int everybody = size_ > 0 ? size_ : world_->size_of_group_named_in(key);
   std::lock_guard<std::mutex> lock(state_->mutex);
-  const int64_t total = (state_->mine[key] += value) * everybody;
+  const auto held = state_->values.find(key);
+  int64_t total = 0;
+  if (held != state_->values.end()) {
+    total = std::stoll(std::string(held->second.begin(), held->second.end()));
+  }
+  total += value * everybody; // the others add as much
   state_->values[key] = to_bytes(std::to_string(total));
   return total;
 }
 
 bool VirtualStore::deleteKey(const std::string& key) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->mine.erase(key);
   return state_->values.erase(key) + state_->peers.erase(key) > 0;
 }
 

@@ -18,7 +18,6 @@ namespace crystal {
 struct StoreState {
   std::mutex mutex;
   std::unordered_map<std::string, std::vector<uint8_t>> values;
-  std::unordered_map<std::string, int64_t> mine; // this rank's own additions
   // Keys that the payload book says other ranks set.
   std::unordered_map<std::string, std::vector<uint8_t>> peers;
   std::unordered_map<std::string, std::deque<std::vector<uint8_t>>> queues;
@@ -38,7 +37,9 @@ void reset_stores();
 //   names the key: no virtual peer will ever set it.
 class VirtualStore : public c10d::Store {
  public:
-  VirtualStore(const std::string& endpoint, std::chrono::milliseconds timeout);
+  // `size` is how many processes use the store; 0: the group that a key names,
+  // or the world.
+  VirtualStore(const std::string& endpoint, std::chrono::milliseconds timeout, int size = 0);
 
   c10::intrusive_ptr<c10d::Store> clone() override;
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
@@ -69,6 +70,7 @@ class VirtualStore : public c10d::Store {
   [[noreturn]] void refuse(const std::string& key) const;
 
   std::string endpoint_;
+  int size_;
   std::shared_ptr<StoreState> state_;
   std::shared_ptr<World> world_;
 };

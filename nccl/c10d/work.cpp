@@ -1,6 +1,7 @@
 #include "c10d/work.h"
 
 #include "core/clock.h"
+#include "core/world.h"
 
 namespace crystal {
 
@@ -74,6 +75,7 @@ c10::intrusive_ptr<c10::ivalue::Future> VirtualWork::getFuture() {
   } else {
     auto self = c10::intrusive_ptr<VirtualWork>::unsafe_reclaim_from_nonowning(this);
     run_at_ns(record_.release_ns, [self, future] {
+      const World::Lane lane(self->record_.stream);
       self->complete();
       future->markCompleted(c10::IValue(self->outputs_));
     });

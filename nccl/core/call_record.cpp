@@ -78,7 +78,7 @@ std::string key(const CallRecord& record, const Group& group) {
   if (record.peer_offset >= 0) {
     add("peer", std::to_string(record.peer_offset) + (record.peer_wraps ? "w" : ""));
   }
-  if (record.batch >= 0) add("batch", std::to_string(record.batch));
+  if (record.batch_in_mark >= 0) add("batch", std::to_string(record.batch_in_mark));
   add("stream", std::to_string(record.stream));
   return text;
 }

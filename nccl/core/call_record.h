@@ -64,10 +64,11 @@ struct CallRecord {
   Root root = Root::none;
   int peer_offset = -1;   // (peer - me) mod group size
   bool peer_wraps = false; // the step to the peer passes the group's end
-  int64_t batch = -1;
+  int64_t batch_in_mark = -1; // ordinal of the batch from the last iteration mark
   int64_t stream = 0;
 
   // Beside the key.
+  int64_t batch = -1; // ordinal of the batch among all of the rank
   Position position;
   int root_rank = -1; // group rank
   int peer_rank = -1; // group rank

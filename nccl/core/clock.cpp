@@ -40,66 +40,88 @@ void sleep_until_ns(int64_t deadline_ns) {
   }
 }
 
+// Actions are callbacks of the program, which may wait for other actions. So a
+// worker that runs one first makes sure that another watches the deadlines.
 class Timer {
  public:
   void add(int64_t deadline_ns, std::function<void()> action) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    pending_.emplace(deadline_ns, std::move(action));
-    if (!thread_.joinable()) {
-      stopping_ = false;
-      thread_ = std::thread([this] { loop(); });
-    }
-    changed_.notify_one();
-  }
-
-  void stop() {
-    std::thread thread;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      thread = std::move(thread_);
-      changed_.notify_one();
+      if (!stopped_) {
+        pending_.emplace(deadline_ns, std::move(action));
+        if (watching_ == 0) {
+          start_worker();
+        }
+        changed_.notify_one();
+        return;
+      }
     }
-    if (thread.joinable()) {
-      thread.join();
+    wait_until_ns(deadline_ns); // the interpreter is ending: nobody else can run it
+    action();
+  }
+
+  // Runs what is pending now, at once, and waits for what is running, at most
+  // `limit`. Workers end; later actions run where they are added.
+  void stop(std::chrono::seconds limit) {
+    std::multimap<int64_t, std::function<void()>> rest;
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopped_ = true;
+    rest.swap(pending_);
+    changed_.notify_all();
+    lock.unlock();
+    for (auto& entry : rest) {
+      entry.second();
     }
+    rest.clear();
+    lock.lock();
+    idle_.wait_for(lock, limit, [this] { return running_ == 0; });
   }
 
  private:
-  void loop() {
+  void start_worker() { // the lock is held
+    ++watching_;
+    std::thread([this] { work(); }).detach(); // the timer outlives every thread
+  }
+
+  void work() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
+    while (!stopped_ && watching_ == 1) { // one watches; who comes back second ends
       if (pending_.empty()) {
-        if (stopping_) {
-          return;
-        }
         changed_.wait(lock);
         continue;
       }
       const int64_t deadline = pending_.begin()->first;
       const int64_t left = deadline - now_ns();
       const int64_t spin = spin_ns.load(std::memory_order_relaxed);
-      if (!stopping_ && left > spin) {
+      if (left > spin) {
         // An earlier action may come in meanwhile, so wait where it can wake us.
         changed_.wait_for(lock, std::chrono::nanoseconds(left - spin));
         continue;
       }
       auto action = std::move(pending_.begin()->second);
       pending_.erase(pending_.begin());
+      --watching_;
+      ++running_;
+      start_worker();
       lock.unlock();
-      if (!stopping_) {
-        wait_until_ns(deadline);
-      }
+      wait_until_ns(deadline);
       action();
+      action = nullptr; // what it holds may need the interpreter, which others hold while they add
       lock.lock();
+      --running_;
+      idle_.notify_all();
+      ++watching_;
     }
+    --watching_;
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable idle_;
   std::multimap<int64_t, std::function<void()>> pending_;
-  std::thread thread_;
-  bool stopping_ = false;
+  int watching_ = 0; // workers that wait for a deadline
+  int running_ = 0; // workers in an action
+  bool stopped_ = false;
 };
 
 Timer* timer = nullptr;
@@ -148,7 +170,7 @@ void run_at_ns(int64_t deadline_ns, std::function<void()> action) {
 
 void stop_timer() {
   if (timer != nullptr) {
-    timer->stop();
+    timer->stop(std::chrono::seconds(5));
   }
 }
 

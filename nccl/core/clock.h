@@ -14,11 +14,12 @@ int64_t now_ns();
 void wait_until_ns(int64_t deadline_ns);
 
 // Runs `action` at `deadline_ns` on a thread of its own, which starts at first
-// use (so that a process may fork before). Actions of one deadline run in the
-// order in which they were added.
+// use (so that a process may fork before). Actions start in the order of their
+// deadlines; one that waits for another does not hold it up.
 void run_at_ns(int64_t deadline_ns, std::function<void()> action);
 
-// Runs what is still pending, at once, and ends the thread.
+// Runs what is pending, at once, and ends the threads; actions that are added
+// later run in the adding thread. For the end of the process.
 void stop_timer();
 
 } // namespace crystal

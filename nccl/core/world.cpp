@@ -11,6 +11,8 @@ namespace {
 // Enough to see where values were invented; the count goes on.
 constexpr size_t kInventionsKept = 100;
 
+thread_local int64_t lane_override = -1;
+
 std::shared_ptr<World>& world_slot() {
   static auto* slot = new std::shared_ptr<World>;
   return *slot;
@@ -81,6 +83,7 @@ int World::size_of_group_named_in(const std::string& store_key) const {
 CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   CallRecord record = make_call_record(call, group, num_calls_++, mark_);
+  record.batch_in_mark = call.batch < 0 ? -1 : call.batch - batches_at_mark_;
   record.arrival_ns = arrival_ns;
   record.release_ns = rule_->release_ns(record, arrival_ns);
   if (keep_records_) {
@@ -94,6 +97,7 @@ void World::mark(bool by_hand) {
   marked_by_hand_ |= by_hand;
   if (by_hand == marked_by_hand_) {
     ++mark_;
+    batches_at_mark_ = num_batches_;
   }
 }
 
@@ -102,7 +106,29 @@ int64_t World::new_batch() {
   return num_batches_++;
 }
 
+World::Lane::Lane(int64_t lane) : before(lane_override) { lane_override = lane; }
+World::Lane::~Lane() { lane_override = before; }
+
+void World::send_to_self(int group, std::string bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  to_self_[group].push_back(std::move(bytes));
+}
+
+std::string World::receive_from_self(int group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& waiting = to_self_[group];
+  if (waiting.empty()) {
+    return {};
+  }
+  std::string bytes = std::move(waiting.front());
+  waiting.pop_front();
+  return bytes;
+}
+
 int64_t World::this_thread() {
+  if (lane_override >= 0) {
+    return lane_override;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   return threads_.emplace(std::this_thread::get_id(), threads_.size()).first->second;
 }

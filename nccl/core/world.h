@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -71,6 +72,13 @@ class World {
   int64_t new_batch();
   // Small number of the calling host thread, in the order of their first calls.
   int64_t this_thread();
+  // While it lives, calls of this thread count as that lane's: a callback belongs
+  // to the thread that registered it, whenever and wherever it runs.
+  struct Lane {
+    explicit Lane(int64_t lane);
+    ~Lane();
+    int64_t before;
+  };
   void keep_records(bool keep) { keep_records_ = keep; }
   std::vector<CallRecord> take_records();
   int64_t num_calls() const;
@@ -101,6 +109,11 @@ class World {
   bool has_payload_source() const { return static_cast<bool>(source_); }
   // Asks the source for those of `ranks` that are not known. True if it was asked.
   bool fetch(const Group& group, const CallRecord& record, const std::vector<int>& ranks, int peer);
+
+  // Messages to oneself, which no peer has to invent.
+  void send_to_self(int group, std::string bytes);
+  // Empty where none is on its way.
+  std::string receive_from_self(int group);
 
   // --- this rank's own contributions, for the book that serves others
   void keep_contributions(bool keep) { keep_contributions_ = keep; }
@@ -138,6 +151,8 @@ class World {
   bool keep_records_ = false;
   int64_t num_calls_ = 0;
   int64_t num_batches_ = 0;
+  int64_t batches_at_mark_ = 0;
+  std::map<int, std::deque<std::string>> to_self_;
   int64_t mark_ = 0;
   bool marked_by_hand_ = false;
   int64_t prologue_marks_ = 0;

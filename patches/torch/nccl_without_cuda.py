@@ -59,6 +59,7 @@ def apply(module: ModuleType) -> None:
     module._NCCL_AVAILABLE = True
     if not hasattr(torch._C, "_nccl_version"):  # asked for by error messages and by programs
         torch.cuda.nccl.version = lambda: _NCCL_VERSION
+    module.default_pg_nccl_timeout = timedelta(minutes=10)  # torch's default for NCCL
     module.Backend.backend_capability["nccl"] = ["cpu", "cuda"]
 
 

@@ -77,7 +77,8 @@ class _Mirror:
             raise UserError(
                 "A virtual rank's object is not known, and this rank holds nothing like it",
                 where=f"Rank {world.rank}, {where}, sequence number {seq}",
-                do="Capture the job and pass its payload book (--book)",
+                do="Capture the job and pass its payload book (--book); pipeline stages that are "
+                "given input_args and output_args exchange nothing",
             )
         world.note_invented(where, "mirrored")
         with _payloads(world, members, seq, root, peer, self.payloads(pg, objects)):

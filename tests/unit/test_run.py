@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from crystalllm import tables
+
 ENVIRONMENT = """
 import os
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -220,3 +222,76 @@ def test_a_turned_off_patch_is_off_and_an_unknown_one_is_an_error(tmp_path):
     assert off.stdout == "torch._C._distributed_c10d\n"
     assert wrong.returncode == 1
     assert "names no patch. torch.store. Known are" in wrong.stderr
+
+
+def _script(tmp_path, text, *options):
+    (tmp_path / "train.py").write_text(text)
+    return _run("run", "--world-size", 8, "--rank", 1, *options, "--", "train.py", cwd=tmp_path)
+
+
+def test_the_root_logger_is_the_programs(tmp_path):
+    done = _script(
+        tmp_path,
+        "import logging, sys, torch\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+        "logging.info('shown')\n",
+    )
+    assert (done.stdout, done.stderr) == ("shown\n", "")
+
+
+LATE = """
+import atexit, os, sys, threading, time
+import torch, torch.distributed as dist
+class Thing: pass
+dist.init_process_group("gloo")
+x = torch.ones(2)
+def late():
+    import pickle
+    pickle.dumps(Thing())
+    dist.all_reduce(x)
+"""
+
+
+def test_calls_after_the_last_line_are_recorded(tmp_path):
+    record = tmp_path / "calls.parquet"
+    done = _script(
+        tmp_path,
+        LATE + "atexit.register(late)\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), late())).start()\n",
+        "--record",
+        record,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tables.CALLS.read(record)[0].num_rows == 2
+
+
+def test_an_exit_without_handlers_leaves_its_record(tmp_path):
+    record, summary = tmp_path / "calls.parquet", tmp_path / "summary.json"
+    done = _script(
+        tmp_path, LATE + "late()\nos._exit(7)\n", "--record", record, "--summary", summary
+    )
+    assert done.returncode == 7
+    assert tables.CALLS.read(record)[0].num_rows == 1
+    assert json.loads(summary.read_text())["exit_code"] == 7
+
+
+@pytest.mark.parametrize("option", ["--record", "--summary"])
+def test_a_result_that_cannot_be_written_is_refused_first(tmp_path, option):
+    done = _script(tmp_path, "print('started')\n", option, tmp_path)
+    assert done.returncode == 2
+    assert "could not be written" in done.stderr
+    assert done.stdout == ""
+
+
+def test_asynchronous_calls_at_the_end_neither_hang_nor_crash(tmp_path):
+    done = _script(
+        tmp_path,
+        LATE + "import atexit\n"
+        "def more(future):\n"
+        "    dist.all_reduce(x, async_op=True).get_future().then(lambda f: None)\n"
+        "dist.all_reduce(x, async_op=True).get_future().then(more)\n"
+        "atexit.register(lambda: dist.all_reduce(x, async_op=True).get_future().then(more))\n",
+        "--transfer-us",
+        200_000,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -121,3 +121,57 @@ def test_threads_of_a_process_communicate_side_by_side(virtual):
     took, calls, several = virtual(program, transfer_ns=50 * MS, keep_records=True)
     assert took < 150 * MS
     assert (calls, several) == (4, True)
+
+
+def test_a_callback_may_wait_for_another_call(virtual):
+    def program():
+        def then(future):
+            return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+        first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+        return first.then(then).wait().tolist()
+
+    assert virtual(program, world=8, transfer_ns=20 * MS, limit_s=30) == [64.0] * 3
+
+
+def test_power_sgd_trains_with_transfer_times(virtual):
+    def program():
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for _ in range(4):
+            model(torch.randn(2, 64)).sum().backward()
+        return model.module.weight.grad.isfinite().all().item()
+
+    assert virtual(program, rank=3, world=8, transfer_ns=MS, limit_s=60)
+
+
+def test_futures_that_nobody_keeps_complete_too(virtual):
+    def program():
+        done = []
+        for _ in range(2000):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            work.get_future().then(lambda f: done.append(1))
+            del work
+        dist.barrier()
+        time.sleep(0.2)
+        return len(done)
+
+    assert virtual(program, world=8, transfer_ns=30_000, limit_s=60) == 2000
+
+
+def test_calls_of_a_callback_belong_to_who_registered_it(virtual):
+    def program():
+        from crystalllm import logical
+
+        def then(future):
+            dist.all_reduce(torch.ones(1))
+
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().then(then).wait()
+        return logical.world().take_records()["key"]
+
+    at_once = virtual(program, world=8, keep_records=True)
+    later = virtual(program, world=8, keep_records=True, transfer_ns=2 * MS)
+    assert at_once == later
