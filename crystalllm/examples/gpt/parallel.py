@@ -110,7 +110,7 @@ class Stage:
 
 
 def build_stage(config: Config, axes: Axes, *, index: int) -> Stage:
-    """Stage `index` of pp × vp, built nowhere else and never whole on a data-parallel rank.
+    """Stage `index` of pp × vp; under FSDP2 at most one layer of it is whole at any time.
 
     Modules start without storage; a layer gets its tensor-parallel slice of
     values and is at once cut further by FSDP2.
