@@ -129,7 +129,8 @@ Bytes VirtualStore::get(const std::string& key) {
 }
 
 int64_t VirtualStore::add(const std::string& key, int64_t value) {
-  const int everybody = size_ > 0 ? size_ : world_->size_of_group_named_in(key);
+  const int everybody =
+      world_->size_of_group_named_in(key, size_ > 0 ? size_ : world_->size());
   std::lock_guard<std::mutex> lock(state_->mutex);
   const auto held = state_->values.find(key);
   int64_t total = 0;

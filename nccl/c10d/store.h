@@ -37,8 +37,8 @@ void reset_stores();
 //   names the key: no virtual peer will ever set it.
 class VirtualStore : public c10d::Store {
  public:
-  // `size` is how many processes use the store; 0: the group that a key names,
-  // or the world.
+  // `size` is how many processes use the store, 0: the world. A key that names a
+  // group concerns that group.
   VirtualStore(const std::string& endpoint, std::chrono::milliseconds timeout, int size = 0);
 
   c10::intrusive_ptr<c10d::Store> clone() override;

@@ -64,11 +64,11 @@ void World::name_group(const std::string& name, int size) {
   group_sizes_[name] = size;
 }
 
-int World::size_of_group_named_in(const std::string& store_key) const {
+int World::size_of_group_named_in(const std::string& store_key, int otherwise) const {
   // A prefix store writes "<name>/<key>"; names nest from the outside in, and
   // the innermost group that we know of is the one that counts.
   std::lock_guard<std::mutex> lock(mutex_);
-  int size = size_;
+  int size = otherwise;
   for (size_t begin = 0; begin < store_key.size();) {
     const size_t end = std::min(store_key.find('/', begin), store_key.size());
     const auto known = group_sizes_.find(store_key.substr(begin, end - begin));

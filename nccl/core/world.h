@@ -61,10 +61,10 @@ class World {
   // --- groups. Members must be given in group order; empty means everybody.
   std::shared_ptr<Group> create_group(std::vector<int> members);
   std::vector<std::shared_ptr<Group>> groups() const;
-  // Size of the group of this name, or of the world: how many take part in a
-  // store-based barrier below that name.
+  // How many take part in a store-based barrier below a group's name: the size of
+  // the group that the key names, or `otherwise`.
   void name_group(const std::string& name, int size);
-  int size_of_group_named_in(const std::string& store_key) const;
+  int size_of_group_named_in(const std::string& store_key, int otherwise) const;
 
   // --- calls
   // Makes the record of a call that has just arrived, and its release time.

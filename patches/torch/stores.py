@@ -40,10 +40,7 @@ def apply(module: ModuleType) -> None:
             master_listen_fd: int | None = None,
             use_libuv: bool = True,
         ) -> None:
-            # The rendezvous store serves every group; a store of the program's own
-            # is shared by as many processes as it says.
-            own = 0 if multi_tenant or world_size is None or world_size < 0 else world_size
-            super().__init__(f"tcp://{host_name}:{port}", timeout, own)
+            super().__init__(f"tcp://{host_name}:{port}", timeout, max(world_size or 0, 0))
             self.host, self.port, self.libuvBackend = host_name, port, use_libuv
 
     class FileStore(extension.VirtualStore):
