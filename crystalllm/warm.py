@@ -63,6 +63,17 @@ def prepare() -> None:
     gc.freeze()  # a collection in a child would copy the parent's pages
 
 
+def fork() -> int:
+    """os.fork() from the warm process: 0 in the child, its process id in the parent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks from processes with threads. The threads here
+        # are idle pools of libraries that children don't use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def call(
     function: Callable[[], Any],
     identity: Identity,
@@ -91,14 +102,8 @@ def call(
 def _run_fork(
     function: Callable[[], Any], identity: Identity, limit_s: float, world: dict[str, Any]
 ) -> Outcome:
-    sys.stdout.flush()
-    sys.stderr.flush()
     read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks from processes with threads. The threads here
-        # are idle pools of libraries that children don't use.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.close(read_end)
         _be_child(function, identity, write_end, world)

@@ -21,13 +21,12 @@ import struct
 import sys
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from crystalllm import logical, native
+from crystalllm import logical, native, warm
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
 from crystalllm.payload import Entry
@@ -172,11 +171,7 @@ class Broker:
         if rank in self.done or rank in self.children:
             return
         ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # see warm.py
-            pid = os.fork()
+        pid = warm.fork()
         if pid == 0:
             ours.close()
             for child in self.children.values():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import wrapt
+from crystalllm_patches.torch.stand_in import standing_in
 from crystalllm_patches.torch.versions import SUPPORTED
 
 from crystalllm import native
@@ -81,7 +81,7 @@ class _Mirror:
                 "given input_args and output_args exchange nothing",
             )
         world.note_invented(where, "mirrored")
-        with _payloads(world, members, seq, root, peer, self.payloads(pg, objects)):
+        with standing_in(world, members, seq, root, peer, self.payloads(pg, objects)):
             return wrapped(*args, **kwargs)
 
     group_at = 2
@@ -134,20 +134,6 @@ class _Scatter(_Mirror):
 
 def _bytes(numbers: Sequence[int]) -> bytes:
     return b"".join(number.to_bytes(8, "little") for number in numbers)
-
-
-@contextmanager
-def _payloads(
-    world: Any, group: Any, seq: int, root: int, peer: int, messages: list[tuple[str, bytes]]
-) -> Iterator[None]:
-    payload = native.load().Payload
-    for i, (dtype, value) in enumerate(messages):
-        world.add_payload(group.identity, -1, seq + i, root, peer, payload(dtype, value))
-    try:
-        yield
-    finally:
-        for i in range(len(messages)):
-            world.drop_payload(group.identity, -1, seq + i, root, peer)
 
 
 PATCH = Patch(

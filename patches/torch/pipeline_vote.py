@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import wrapt
+from crystalllm_patches.torch.stand_in import standing_in
 from crystalllm_patches.torch.versions import SUPPORTED
 
 from crystalllm import native
@@ -40,8 +41,7 @@ def _voting_from(module: ModuleType, step: int) -> Callable[..., Any]:
         neighbour = stage.stage_index + step
         if not 0 <= neighbour < stage.num_stages or stage._is_same_rank(neighbour):
             return wrapped(*args, **kwargs)
-        extension = native.load()
-        world = extension.the_world()
+        world = native.load().the_world()
         group = stage.group if stage.group is not None else module.dist.group.WORLD
         members = group._get_backend(stage.device).crystal_group
         source = stage.stage_index_to_group_rank[neighbour]
@@ -51,12 +51,9 @@ def _voting_from(module: ModuleType, step: int) -> Callable[..., Any]:
             return wrapped(*args, **kwargs)
         dynamic = module.InferenceMode.needs_dynamic(stage._user_meta, stage.has_backward)
         world.note_invented(f"vote of pipeline stage {neighbour}", "mirrored")
-        payload = extension.Payload("int32", (0 if dynamic else 1).to_bytes(4, "little"))
-        world.add_payload(members.identity, -1, seq, *address, payload)
-        try:
+        ballot = ("int32", (0 if dynamic else 1).to_bytes(4, "little"))
+        with standing_in(world, members, seq, *address, [ballot]):
             return wrapped(*args, **kwargs)
-        finally:
-            world.drop_payload(members.identity, -1, seq, *address)
 
     return vote
 
