@@ -25,6 +25,10 @@ _PROVENANCE = b"crystalllm.provenance"
 _TABLE = b"crystalllm.table"
 
 
+# Text that repeats: one copy of each value in a file and in memory.
+TEXT = pa.dictionary(pa.int32(), pa.string())
+
+
 @dataclass(frozen=True)
 class Column:
     name: str
@@ -55,12 +59,12 @@ class Table:
     def write(
         self,
         path: Path,
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[Any] | pa.Array | pa.ChunkedArray] | pa.Table,
         *,
         provenance: Mapping[str, Any],
     ) -> None:
         """Writes `columns` to `path`, which appears whole or not at all."""
-        arrays = [pa.array(columns[c.name], type=c.type) for c in self.columns]
+        arrays = [_array(columns[c.name], c.type) for c in self.columns]
         schema = self.schema.with_metadata(
             {
                 _TABLE: f"{self.name}/{self.version}".encode(),
@@ -122,33 +126,44 @@ class Table:
         return table, json.loads(metadata.get(_PROVENANCE, b"{}"))
 
 
+def _array(values: Any, type: pa.DataType) -> pa.Array | pa.ChunkedArray:
+    if not isinstance(values, pa.Array | pa.ChunkedArray):
+        return pa.array(values, type=type)
+    if isinstance(values, pa.ChunkedArray) and pa.types.is_dictionary(type):
+        values = values.unify_dictionaries()
+    return values if values.type == type else values.cast(type)
+
+
 def prepare() -> None:
     """Imports what writing imports, which fails once the interpreter is ending."""
     pa.array([""])
 
 
+_RANK = Column("rank", pa.int32(), "global rank")
+
 CALLS = Table(
     "calls",
-    1,
-    "one communication call of one rank, in the order of the calls",
+    2,
+    "one communication call of one rank, in the order of the rank's calls",
     (
+        _RANK,
         Column("call", pa.int64(), "ordinal among the rank's calls, from 0"),
-        Column("key", pa.string(), "the call record as text: equal for calls equal in structure"),
+        Column("key", TEXT, "the call record as text: equal for calls equal in structure"),
         Column(
             "kind",
-            pa.string(),
+            TEXT,
             "all_reduce, reduce, broadcast, all_gather, reduce_scatter, "
             "all_to_all, gather, scatter, send, recv or barrier",
         ),
-        Column("reduce_op", pa.string(), "sum, avg, …; empty where nothing is reduced"),
-        Column("dtype", pa.string(), "element type in torch's spelling; empty for a barrier"),
+        Column("reduce_op", TEXT, "sum, avg, …; empty where nothing is reduced"),
+        Column("dtype", TEXT, "element type in torch's spelling; empty for a barrier"),
         Column("count", pa.int64(), "elements by NCCL's convention; -1 with explicit splits"),
         Column("group", pa.int32(), "the rank's group by order of creation"),
-        Column("group_identity", pa.string(), "digest of the members # creation index"),
-        Column("group_signature", pa.string(), "size:stride per axis, innermost first"),
+        Column("group_identity", TEXT, "digest of the members # creation index"),
+        Column("group_signature", TEXT, "size:stride per axis, innermost first"),
         Column("group_size", pa.int32(), "members of the group"),
-        Column("group_desc", pa.string(), "what the program calls it"),
-        Column("root", pa.string(), "none, me or other"),
+        Column("group_desc", TEXT, "what the program calls it"),
+        Column("root", TEXT, "none, me or other"),
         Column("root_rank", pa.int32(), "-1 where there is no root"),
         Column("peer_offset", pa.int32(), "(peer - me) modulo group size; -1 without a peer"),
         Column("peer_wraps", pa.bool_(), "the step to the peer passes the end of the group"),
@@ -174,43 +189,86 @@ CALLS = Table(
 
 CALL_TIMES = Table(
     "call_times",
-    1,
+    2,
     "when one call of one rank happened, on the clock of its host",
     (
+        _RANK,
         Column("call", pa.int64(), "ordinal among the rank's calls, from 0"),
         Column("arrival_ns", pa.int64(), "CLOCK_MONOTONIC when the call was made"),
         Column("release_ns", pa.int64(), "CLOCK_MONOTONIC when it was due to end"),
     ),
 )
 
+EVENTS = Table(
+    "events",
+    1,
+    "one event of one captured rank, in the order in which the rank's events began",
+    (
+        _RANK,
+        Column("event", pa.int64(), "ordinal among the rank's events, from 0"),
+        Column("lane", TEXT, "host:N, a host thread by order of first use; stream:N on a GPU"),
+        Column(
+            "kind", TEXT, "COMP, COMM_COLL, COMM_SEND, COMM_RECV, RECORD, WAIT, SYNC, ALLOC or FREE"
+        ),
+        Column("name", TEXT, "kernel or operator; the kind of call for communication; else empty"),
+        Column("mark", pa.int64(), "iteration marks before the event"),
+        Column("call", pa.int64(), "the call that it is or that it waits for; -1 without one"),
+        Column(
+            "after",
+            pa.int64(),
+            "event of the same rank on another lane that ends before this one begins (launch, "
+            "record) or, for a WAIT, ends; -1 without one",
+        ),
+        Column(
+            "bytes", pa.int64(), "put into a call (got out of it if nothing is put in), or memory"
+        ),
+    ),
+)
+
+EVENT_TIMES = Table(
+    "event_times",
+    1,
+    "when one event of one captured rank happened, on the clock of its host",
+    (
+        _RANK,
+        Column("event", pa.int64(), "ordinal among the rank's events, from 0"),
+        Column("start_ns", pa.int64(), "when it began"),
+        Column("duration_ns", pa.int64(), "how long it took, waiting for others included"),
+    ),
+)
+
 PAYLOADS = Table(
     "payloads",
-    1,
+    2,
     "what one rank contributed to one call, or set in the store",
     (
-        Column("group", pa.string(), "identity of the group; empty for a store key"),
-        Column(
-            "iteration",
-            pa.int64(),
-            "-1: seq counts from the group's creation; k: from the k-th mark of the period",
-        ),
-        Column("seq", pa.int64(), "ordinal in the group, or in the pair for a send"),
+        Column("group", TEXT, "identity of the group; empty for a store key"),
+        Column("seq", pa.int64(), "ordinal in the group, or in the ordered pair for a send"),
         Column("rank", pa.int32(), "who contributed it"),
         Column("peer", pa.int32(), "who it was sent to; -1 in a collective"),
-        Column("dtype", pa.string(), "element type in torch's spelling"),
+        Column("dtype", TEXT, "element type in torch's spelling"),
         Column("splits", pa.list_(pa.int64()), "elements per peer of an uneven all_to_all"),
-        Column("store_key", pa.string(), "key in the rendezvous store, else empty"),
+        Column("store_key", TEXT, "key in the rendezvous store, else empty"),
         Column("value", pa.binary(), "the bytes"),
     ),
 )
 
 RANKS = Table(
     "ranks",
-    1,
-    "one captured rank",
+    2,
+    "one rank of the world, captured or inferred",
     (
-        Column("rank", pa.int32(), "global rank"),
+        _RANK,
         Column("node", pa.int32(), "logical node"),
+        Column(
+            "coordinates",
+            pa.map_(pa.string(), pa.int32()),
+            "place on each axis of the layout, outermost axis first",
+        ),
+        Column("role", pa.int32(), "ranks of one role make equal calls; by lowest rank, from 0"),
+        Column("is_captured", pa.bool_(), "ran itself; else it is inferred"),
+        Column("is_checked", pa.bool_(), "ran to check what had been inferred of it"),
+        Column("representative", pa.int32(), "captured rank of the role that speaks for it"),
         Column("num_calls", pa.int64(), "communication calls"),
         Column("num_marks", pa.int64(), "iteration marks"),
         Column("num_invented", pa.int64(), "control values without a producer"),
@@ -220,17 +278,80 @@ RANKS = Table(
 
 GROUPS = Table(
     "groups",
-    1,
-    "one communicator that a captured rank created",
+    2,
+    "one communicator",
     (
         Column("identity", pa.string(), "digest of the members # creation index"),
-        Column("signature", pa.string(), "size:stride per axis, innermost first"),
-        Column("description", pa.string(), "what the program calls it"),
+        Column("creation", pa.int32(), "groups with the same members that were made before it"),
+        Column("backend", TEXT, "gloo or nccl"),
+        Column("signature", TEXT, "size:stride per axis, innermost first"),
+        Column("description", TEXT, "what the program calls it"),
+        Column("is_inferred", pa.bool_(), "no captured rank made it: known by symmetry"),
         Column("members", pa.list_(pa.int32()), "global ranks in group order"),
     ),
 )
 
-ALL = (CALLS, CALL_TIMES, PAYLOADS, RANKS, GROUPS)
+NODES = Table(
+    "nodes",
+    1,
+    "one node of the execution graph: an event of a captured rank, or a matched communication",
+    (
+        Column("node", pa.int64(), "ordinal, from 0"),
+        Column("rank", pa.int32(), "whose event it is; -1 for a communication"),
+        Column("event", pa.int64(), "ordinal among the rank's events; -1 for a communication"),
+        Column("kind", TEXT, "as in events; MATCH for a communication"),
+        Column("group_identity", TEXT, "of a communication, else empty"),
+        Column("seq", pa.int64(), "of a communication in its group or pair, else -1"),
+        Column("source", pa.int32(), "sender of a message, else -1"),
+        Column("target", pa.int32(), "receiver of a message, else -1"),
+        Column("num_participants", pa.int32(), "ranks that take part in a communication, else 1"),
+    ),
+)
+
+EDGES = Table(
+    "edges",
+    1,
+    "one dependency of the execution graph",
+    (
+        Column("source", pa.int64(), "node that comes first"),
+        Column("target", pa.int64(), "node that depends on it"),
+        Column(
+            "kind",
+            TEXT,
+            "program (order on a lane), launch (host to stream), record (event to wait), wait "
+            "(call to the wait for it), enter (call to its communication), leave (communication "
+            "to the wait that it ends)",
+        ),
+    ),
+)
+
+SPLITS = Table(
+    "splits",
+    1,
+    "how often one split size occurred in one call of the period, over ranks and iterations",
+    (
+        Column("role", pa.int32(), "of the ranks"),
+        Column("call_in_period", pa.int64(), "ordinal of the call in the body, from 0"),
+        Column("key", TEXT, "the call record as text"),
+        Column("slot", pa.int32(), "group rank of the peer"),
+        Column("direction", TEXT, "in (sent to the peer) or out (received from it)"),
+        Column("elements", pa.int64(), "the split size"),
+        Column("count", pa.int64(), "occurrences"),
+    ),
+)
+
+ALL = (
+    CALLS,
+    CALL_TIMES,
+    EVENTS,
+    EVENT_TIMES,
+    RANKS,
+    GROUPS,
+    PAYLOADS,
+    NODES,
+    EDGES,
+    SPLITS,
+)
 
 
 def document() -> str:

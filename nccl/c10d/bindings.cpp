@@ -3,6 +3,8 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <set>
+
 #include "c10d/backend.h"
 #include "c10d/store.h"
 #include "core/clock.h"
@@ -79,6 +81,42 @@ py::dict columns_of(const std::vector<CallRecord>& records, const World& world) 
   return columns;
 }
 
+// Records hold static text, which a trace's words have to be turned into.
+const char* intern(const std::string& text) {
+  static auto* words = new std::set<std::string>;
+  return words->insert(text).first->c_str();
+}
+
+int64_t record_call(
+    World& world, Group& group, const std::string& kind, const std::string& reduce_op,
+    const std::string& dtype, int64_t count, int64_t in_elements, int64_t out_elements,
+    std::vector<int64_t> in_splits, std::vector<int64_t> out_splits, int root, int peer,
+    bool any_source, int tag, int64_t batch, int64_t stream, bool is_async, int64_t arrival_ns,
+    int64_t release_ns) {
+  for (int member : {root, peer}) {
+    TORCH_CHECK_VALUE(
+        member < group.size(), "A recorded call names member ", member, " of a group of ",
+        group.size(), ". Group ", group.identity(), ", ", kind, ". Give ranks of the group.");
+  }
+  Call call;
+  call.kind = kind_of(kind);
+  call.reduce_op = intern(reduce_op);
+  call.dtype = intern(dtype);
+  call.count = count;
+  call.in_elements = in_elements;
+  call.out_elements = out_elements;
+  call.in_splits = std::move(in_splits);
+  call.out_splits = std::move(out_splits);
+  call.root = root;
+  call.peer = peer;
+  call.any_source = any_source;
+  call.tag = tag;
+  call.batch = batch;
+  call.stream = stream;
+  call.is_async = is_async;
+  return world.arrive(call, group, arrival_ns, release_ns).call;
+}
+
 c10::intrusive_ptr<VirtualOptions> with_timeout(
     const char* backend, std::chrono::milliseconds timeout) {
   return c10::make_intrusive<VirtualOptions>(backend, timeout);
@@ -145,6 +183,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           "The first hundred invented control values: (call, key, how).")
       .def("note_invented", &World::note_invented, py::arg("what"), py::arg("how"))
+      .def("create_group",
+           [](World& world, std::vector<int> members, const std::string& description) {
+             auto group = world.create_group(std::move(members));
+             group->describe(description);
+             return group;
+           },
+           py::arg("members"), py::arg("description") = "",
+           "A communicator of these global ranks, in group order; this rank is one of them.")
+      .def("record_call", &record_call, py::arg("group"), py::arg("kind"), py::kw_only(),
+           py::arg("reduce_op") = "", py::arg("dtype") = "", py::arg("count") = 0,
+           py::arg("in_elements") = 0, py::arg("out_elements") = 0,
+           py::arg("in_splits") = std::vector<int64_t>{},
+           py::arg("out_splits") = std::vector<int64_t>{}, py::arg("root") = -1,
+           py::arg("peer") = -1, py::arg("any_source") = false, py::arg("tag") = 0,
+           py::arg("batch") = -1, py::arg("stream") = 0, py::arg("is_async") = false,
+           py::arg("arrival_ns") = 0, py::arg("release_ns") = 0,
+           "Records a call that was made elsewhere, as a trace tells it. Root and peer are group "
+           "ranks. Returns its ordinal.")
+      .def("new_batch", &World::new_batch)
       .def("keep_records", &World::keep_records, py::arg("keep"))
       .def("take_records",
            [](World& world) { return columns_of(world.take_records(), world); })

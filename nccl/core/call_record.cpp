@@ -1,5 +1,7 @@
 #include "core/call_record.h"
 
+#include <stdexcept>
+
 namespace crystal {
 
 const char* to_string(Kind kind) {
@@ -17,6 +19,17 @@ const char* to_string(Kind kind) {
     case Kind::barrier: return "barrier";
   }
   return "?";
+}
+
+Kind kind_of(const std::string& name) {
+  for (int i = 0; i <= static_cast<int>(Kind::barrier); ++i) {
+    if (name == to_string(static_cast<Kind>(i))) {
+      return static_cast<Kind>(i);
+    }
+  }
+  throw std::invalid_argument(
+      "There is no kind of call named " + name +
+      ". A call that is to be recorded. Use one of call_record.h's kinds.");
 }
 
 const char* to_string(Root root) {

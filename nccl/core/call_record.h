@@ -25,6 +25,8 @@ enum class Kind : uint8_t {
   barrier,
 };
 const char* to_string(Kind kind);
+// The kind of this name; std::invalid_argument for any other text.
+Kind kind_of(const std::string& name);
 
 // Whose call the root's is, as far as a rank's role goes.
 enum class Root : uint8_t { none, me, other };
