@@ -127,6 +127,9 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
   if (options) {
     own->group_name = options->group_name;
   }
+  TORCH_CHECK(
+      !carrier_, "A group whose communication is real cannot be split. Group ", group().identity(),
+      ". Create the parts with torch.distributed.new_group.");
   const int rank = static_cast<int>(me - ranks.begin());
   const int size = static_cast<int>(ranks.size());
   c10::intrusive_ptr<VirtualBackend> child;
@@ -177,15 +180,17 @@ CallRecord VirtualBackend::issue_part(OpType type, Part& part) {
       start,
       stride,
       getSize());
-  if (part.fill) {
+  if (part.fill && !carrier_) {
     Peers peers(*world_, members, record);
     part.fill(peers);
   }
+  world_->returned(record.call, now_ns());
   return record;
 }
 
 VirtualBackend::WorkPtr VirtualBackend::issue(
-    OpType type, const char* title, std::vector<Part> parts, std::chrono::milliseconds timeout) {
+    OpType type, const char* title, std::vector<Part> parts, std::chrono::milliseconds timeout,
+    const Carry& carry) {
   const bool coalescing = batch_ >= 0;
   const int64_t batch = coalescing ? batch_ : parts.size() > 1 ? world_->new_batch() : -1;
   ++sequence_;
@@ -200,6 +205,11 @@ VirtualBackend::WorkPtr VirtualBackend::issue(
     outputs.insert(outputs.end(), part.outputs.begin(), part.outputs.end());
     held.insert(held.end(), part.inputs.begin(), part.inputs.end());
   }
+  if (carrier_) {
+    auto work = carry(*carrier_);
+    world_->returned(last.call, now_ns());  // the real call may have waited
+    return c10::make_intrusive<CarriedWork>(getRank(), type, std::move(work), last, world_);
+  }
   last.release_ns = release_ns;
   if (coalescing) {
     batch_release_ns_ = std::max(batch_release_ns_, release_ns);
@@ -208,15 +218,16 @@ VirtualBackend::WorkPtr VirtualBackend::issue(
     batch_held_.insert(batch_held_.end(), outputs.begin(), outputs.end());
   }
   return c10::make_intrusive<VirtualWork>(
-      getRank(), type, title, std::move(outputs), std::move(held), last, group_,
+      getRank(), type, title, std::move(outputs), std::move(held), last, group_, world_,
       timeout > std::chrono::milliseconds(0) ? timeout : options_->timeout);
 }
 
 VirtualBackend::WorkPtr VirtualBackend::issue(
-    OpType type, const char* title, Part part, std::chrono::milliseconds timeout) {
+    OpType type, const char* title, Part part, std::chrono::milliseconds timeout,
+    const Carry& carry) {
   std::vector<Part> parts;
   parts.push_back(std::move(part));
-  return issue(type, title, std::move(parts), timeout);
+  return issue(type, title, std::move(parts), timeout, carry);
 }
 
 void VirtualBackend::startCoalescing() {
@@ -240,7 +251,7 @@ VirtualBackend::WorkPtr VirtualBackend::endCoalescing() {
   held.swap(batch_held_);
   return c10::make_intrusive<VirtualWork>(
       getRank(), OpType::COALESCED, "nccl:coalesced", Tensors{}, std::move(held), batch_last_,
-      group_, options_->timeout);
+      group_, world_, options_->timeout);
 }
 
 #define CRYSTAL_TITLE(name) (flavour_ == Flavour::gloo ? "gloo:" name : "nccl:" name)
@@ -265,7 +276,8 @@ VirtualBackend::WorkPtr VirtualBackend::broadcast(
                         }
                       }
                     }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.broadcast(tensors, opts); });
 }
 
 std::vector<VirtualBackend::Part> VirtualBackend::all_reduce_parts(
@@ -287,7 +299,8 @@ VirtualBackend::WorkPtr VirtualBackend::allreduce(
   checks_.all_reduce(tensors, opts.reduceOp);
   return issue(
       OpType::ALLREDUCE, CRYSTAL_TITLE("all_reduce"), all_reduce_parts(tensors, opts),
-      opts.timeout);
+      opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.allreduce(tensors, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::allreduce_sparse(
@@ -300,7 +313,8 @@ VirtualBackend::WorkPtr VirtualBackend::allreduce_coalesced(
   checks_.all_reduce_coalesced(tensors, opts.reduceOp);
   return issue(
       OpType::ALLREDUCE_COALESCED, CRYSTAL_TITLE("all_reduce"), all_reduce_parts(tensors, opts),
-      opts.timeout);
+      opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.allreduce_coalesced(tensors, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -315,7 +329,8 @@ VirtualBackend::WorkPtr VirtualBackend::reduce(Tensors& tensors, const c10d::Red
                     [tensor = tensors[0], root, op = opts.reduceOp](Peers& peers) {
                       peers.reduce(tensor, op, root);
                     }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.reduce(tensors, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::allgather(
@@ -338,7 +353,8 @@ VirtualBackend::WorkPtr VirtualBackend::allgather(
                            }});
     }
   }
-  return issue(OpType::ALLGATHER, CRYSTAL_TITLE("all_gather"), std::move(parts), opts.timeout);
+  return issue(OpType::ALLGATHER, CRYSTAL_TITLE("all_gather"), std::move(parts), opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.allgather(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::_allgather_base(
@@ -365,7 +381,8 @@ VirtualBackend::WorkPtr VirtualBackend::allgather_coalesced(
                          }});
   }
   return issue(OpType::ALLGATHER_COALESCED, CRYSTAL_TITLE("all_gather"), std::move(parts),
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.allgather_coalesced(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::allgather_into_tensor_coalesced(
@@ -386,7 +403,8 @@ VirtualBackend::WorkPtr VirtualBackend::allgather_into_tensor_coalesced(
              }});
   }
   return issue(OpType::_ALLGATHER_BASE, CRYSTAL_TITLE("_all_gather_base"), std::move(parts),
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.allgather_into_tensor_coalesced(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::gather(
@@ -400,7 +418,8 @@ VirtualBackend::WorkPtr VirtualBackend::gather(
   return issue(OpType::GATHER, CRYSTAL_TITLE("gather"),
                Part{call, inputs, mine,
                     [mine, in = inputs[0]](Peers& peers) { peers.gather(mine, in); }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.gather(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::scatter(
@@ -417,7 +436,8 @@ VirtualBackend::WorkPtr VirtualBackend::scatter(
                     [all, root, out = outputs[0]](Peers& peers) {
                       peers.scatter(out, all, root);
                     }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.scatter(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::reduce_scatter(
@@ -433,7 +453,8 @@ VirtualBackend::WorkPtr VirtualBackend::reduce_scatter(
                     [out = outputs[0], in = inputs[0], op = opts.reduceOp](Peers& peers) {
                       peers.reduce_scatter(out, in, op);
                     }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.reduce_scatter(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::_reduce_scatter_base(
@@ -462,7 +483,8 @@ VirtualBackend::WorkPtr VirtualBackend::reduce_scatter_tensor_coalesced(
                          }});
   }
   return issue(OpType::_REDUCE_SCATTER_BASE, CRYSTAL_TITLE("_reduce_scatter_base"),
-               std::move(parts), opts.timeout);
+               std::move(parts), opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::alltoall_base(
@@ -480,7 +502,8 @@ VirtualBackend::WorkPtr VirtualBackend::alltoall_base(
                     [output, input, out_splits, in_splits](Peers& peers) {
                       peers.all_to_all(output, input, out_splits, in_splits);
                     }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.alltoall_base(output, input, out_splits, in_splits, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::alltoall(
@@ -500,7 +523,8 @@ VirtualBackend::WorkPtr VirtualBackend::alltoall(
   return issue(OpType::ALLTOALL, CRYSTAL_TITLE("all_to_all"),
                Part{call, inputs, outputs,
                     [outputs, inputs](Peers& peers) { peers.all_to_all(outputs, inputs); }},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.alltoall(outputs, inputs, opts); });
 }
 
 // --- point to point -------------------------------------------------------------
@@ -515,7 +539,8 @@ VirtualBackend::WorkPtr VirtualBackend::send(Tensors& tensors, int peer, int tag
   return issue(OpType::SEND, CRYSTAL_TITLE("send"),
                Part{call, tensors, {},
                     [tensor = tensors[0], peer](Peers& peers) { peers.send(tensor, peer); }},
-               c10d::kUnsetTimeout);
+               c10d::kUnsetTimeout,
+               [&](c10d::Backend& carrier) { return carrier.send(tensors, peer, tag); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::recv(Tensors& tensors, int peer, int tag) {
@@ -528,7 +553,8 @@ VirtualBackend::WorkPtr VirtualBackend::recv(Tensors& tensors, int peer, int tag
   return issue(OpType::RECV, CRYSTAL_TITLE("recv"),
                Part{call, {}, tensors,
                     [tensor = tensors[0], peer](Peers& peers) { peers.receive(tensor, peer); }},
-               c10d::kUnsetTimeout);
+               c10d::kUnsetTimeout,
+               [&](c10d::Backend& carrier) { return carrier.recv(tensors, peer, tag); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::recvAnysource(Tensors& tensors, int tag) {
@@ -549,7 +575,8 @@ VirtualBackend::WorkPtr VirtualBackend::recvAnysource(Tensors& tensors, int tag)
   return issue(OpType::RECVANYSOURCE, CRYSTAL_TITLE("recvAnySource"),
                Part{call, {}, tensors,
                     [tensor = tensors[0], peer](Peers& peers) { peers.receive(tensor, peer); }},
-               c10d::kUnsetTimeout);
+               c10d::kUnsetTimeout,
+               [&](c10d::Backend& carrier) { return carrier.recvAnysource(tensors, tag); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::barrier(const c10d::BarrierOptions& opts) {
@@ -557,7 +584,8 @@ VirtualBackend::WorkPtr VirtualBackend::barrier(const c10d::BarrierOptions& opts
   call.kind = Kind::barrier;
   call.is_async = opts.asyncOp;
   return issue(OpType::BARRIER, CRYSTAL_TITLE("barrier"), Part{call, {}, {}, nullptr},
-               opts.timeout);
+               opts.timeout,
+               [&](c10d::Backend& carrier) { return carrier.barrier(opts); });
 }
 
 void VirtualBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

@@ -48,6 +48,10 @@ class VirtualBackend : public c10d::Backend {
       const c10::intrusive_ptr<Options>& options) override;
   int64_t splits() const { return splits_; }
 
+  // From here on a real backend moves the data and sets the time; calls are
+  // recorded as ever.
+  void carry_by(c10::intrusive_ptr<c10d::Backend> carrier) { carrier_ = std::move(carrier); }
+
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -95,11 +99,14 @@ class VirtualBackend : public c10d::Backend {
       const Tensors& tensors, const c10d::AllreduceOptions& opts);
   // The one way in: stamps the arrival, makes the record, invents the peers'
   // data, and returns a handle that completes at the release time.
+  // `carry` makes the same call on a real backend.
+  using Carry = std::function<WorkPtr(c10d::Backend&)>;
   WorkPtr issue(
       c10d::OpType type, const char* title, std::vector<Part> parts,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout, const Carry& carry);
   WorkPtr issue(
-      c10d::OpType type, const char* title, Part part, std::chrono::milliseconds timeout);
+      c10d::OpType type, const char* title, Part part, std::chrono::milliseconds timeout,
+      const Carry& carry);
   CallRecord issue_part(c10d::OpType type, Part& part);
 
   const Flavour flavour_;
@@ -109,6 +116,7 @@ class VirtualBackend : public c10d::Backend {
   const Checks checks_;
   std::mutex group_mutex_;
   std::shared_ptr<Group> group_;
+  c10::intrusive_ptr<c10d::Backend> carrier_;
   uint64_t sequence_ = 0;
   int64_t splits_ = 0;
 

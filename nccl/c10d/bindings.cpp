@@ -8,6 +8,7 @@
 #include "c10d/backend.h"
 #include "c10d/store.h"
 #include "core/clock.h"
+#include "core/events.h"
 #include "core/world.h"
 
 namespace py = pybind11;
@@ -117,6 +118,29 @@ int64_t record_call(
   return world.arrive(call, group, arrival_ns, release_ns).call;
 }
 
+py::dict event_columns(const World& world) {
+  const auto events = events_of(world.events(), now_ns());
+  py::list kind, lane, mark, call, after, start, duration;
+  for (const auto& e : events) {
+    kind.append(e.kind);
+    lane.append(e.lane);
+    mark.append(e.mark);
+    call.append(e.call);
+    after.append(e.after);
+    start.append(e.start_ns);
+    duration.append(e.duration_ns);
+  }
+  py::dict columns;
+  columns["kind"] = kind;
+  columns["lane"] = lane;
+  columns["mark"] = mark;
+  columns["call"] = call;
+  columns["after"] = after;
+  columns["start_ns"] = start;
+  columns["duration_ns"] = duration;
+  return columns;
+}
+
 c10::intrusive_ptr<VirtualOptions> with_timeout(
     const char* backend, std::chrono::milliseconds timeout) {
   return c10::make_intrusive<VirtualOptions>(backend, timeout);
@@ -205,6 +229,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("keep_records", &World::keep_records, py::arg("keep"))
       .def("take_records",
            [](World& world) { return columns_of(world.take_records(), world); })
+      .def("event_columns", &event_columns,
+           "Calls, waits and computation of the host threads so far; lanes as numbers.")
       .def("set_transfer_ns",
            [](World& world, int64_t ns) { world.set_release_rule(fixed_release(ns)); },
            py::arg("transfer_ns"), "Every call ends so long after its arrival.")
@@ -285,6 +311,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             const int id = self.group().id();
             return the_world()->groups().at(id);
           })
+      .def("carry_by", &VirtualBackend::carry_by, py::arg("carrier"),
+           "A real backend moves the data from here on; calls are recorded as ever.")
       .def_property_readonly("options", &VirtualBackend::virtual_options)
       .def("_get_backend_name", &VirtualBackend::getBackendName)
       .def("comm_split_count", &VirtualBackend::splits)

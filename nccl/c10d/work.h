@@ -3,12 +3,29 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
-#include "core/call_record.h"
+#include "core/world.h"
 
 namespace crystal {
+
+// Tells the world when a call is waited for, the first time.
+class WaitRecorder {
+ public:
+  WaitRecorder(std::shared_ptr<World> world, int64_t call)
+      : world_(std::move(world)), call_(call) {}
+  void waited(int64_t begin_ns, int64_t end_ns);
+  // A future has been given away. Who waits for it cannot be seen; in a backward
+  // pass (DDP's reducer) it is the pass's end.
+  void future_taken();
+
+ private:
+  std::shared_ptr<World> world_;
+  int64_t call_;
+  std::atomic<bool> done_{false};
+};
 
 class VirtualWork : public c10d::Work {
  public:
@@ -16,7 +33,7 @@ class VirtualWork : public c10d::Work {
   VirtualWork(
       int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
       std::vector<at::Tensor> held, const CallRecord& record, std::shared_ptr<const Group> group,
-      std::chrono::milliseconds timeout);
+      std::shared_ptr<World> world, std::chrono::milliseconds timeout);
   ~VirtualWork() override;
 
   bool isCompleted() override;
@@ -35,10 +52,34 @@ class VirtualWork : public c10d::Work {
 
   CallRecord record_;
   std::shared_ptr<const Group> group_;
+  WaitRecorder waits_;
   std::chrono::milliseconds timeout_;
   std::vector<at::Tensor> outputs_;
   std::vector<at::Tensor> held_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// The handle of a call that a real backend carries out.
+class CarriedWork : public c10d::Work {
+ public:
+  CarriedWork(
+      int rank, c10d::OpType type, c10::intrusive_ptr<c10d::Work> real, const CallRecord& record,
+      std::shared_ptr<World> world);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return real_->isSuccess(); }
+  std::exception_ptr exception() const override { return real_->exception(); }
+  int sourceRank() const override { return real_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return real_->result(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override { real_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return real_->getSequencenumber(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> real_;
+  WaitRecorder waits_;
 };
 
 } // namespace crystal

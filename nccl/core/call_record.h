@@ -83,6 +83,25 @@ struct CallRecord {
   bool is_async = false;
   int64_t arrival_ns = 0; // CLOCK_MONOTONIC
   int64_t release_ns = 0;
+  int64_t event = 0;       // ordinal among all events of this rank
+  int64_t returned_ns = 0; // when the caller went on
+};
+
+// The first time that somebody waited for a call, or found it completed.
+struct Wait {
+  int64_t event = 0; // ordinal among all events of this rank
+  int64_t call = 0;
+  int64_t lane = 0;
+  int64_t mark = 0;
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+// When an iteration began.
+struct Mark {
+  int64_t event = 0;
+  int64_t lane = 0;
+  int64_t at_ns = 0;
 };
 
 // The only place where a call becomes a record. Advances the group's counters.

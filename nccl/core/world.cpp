@@ -1,5 +1,7 @@
 #include "core/world.h"
 
+#include "core/clock.h"
+
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -81,22 +83,60 @@ int World::size_of_group_named_in(const std::string& store_key, int otherwise) c
 }
 
 CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns) {
+  return arrive(call, group, arrival_ns, -1);
+}
+
+CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   CallRecord record = make_call_record(call, group, num_calls_++, mark_);
   record.batch_in_mark = call.batch < 0 ? -1 : call.batch - batches_at_mark_;
   record.arrival_ns = arrival_ns;
-  record.release_ns = rule_->release_ns(record, arrival_ns);
+  record.release_ns = release_ns >= 0 ? release_ns : rule_->release_ns(record, arrival_ns);
+  record.event = num_events_++;
+  record.returned_ns = arrival_ns;
   if (keep_records_) {
     records_.push_back(record);
   }
   return record;
 }
 
+void World::keep_records(bool keep) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  keep_records_ = keep;
+  begin_ns_ = now_ns();
+}
+
+void World::returned(int64_t call, int64_t at_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t kept = records_.empty() ? -1 : call - records_.front().call;
+  if (kept >= 0 && kept < static_cast<int64_t>(records_.size())) {
+    records_[kept].returned_ns = at_ns;
+  }
+}
+
+void World::waited(int64_t call, int64_t begin_ns, int64_t end_ns) {
+  if (!keep_records_) {
+    return;
+  }
+  const int64_t lane = this_thread();
+  std::lock_guard<std::mutex> lock(mutex_);
+  waits_.push_back(Wait{num_events_++, call, lane, mark_, begin_ns, end_ns});
+}
+
+World::Events World::events() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return Events{records_, waits_, mark_times_, begin_ns_, mark_};
+}
+
 void World::mark(bool by_hand) {
+  const int64_t lane = this_thread();
   std::lock_guard<std::mutex> lock(mutex_);
   marked_by_hand_ |= by_hand;
   if (by_hand == marked_by_hand_) {
     ++mark_;
+    if (keep_records_) {
+      mark_times_.push_back(Mark{num_events_++, lane, now_ns()});
+    }
     batches_at_mark_ = num_batches_;
   }
 }

@@ -2,6 +2,7 @@
 // and what its virtual peers would have sent where that is known.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -69,6 +70,11 @@ class World {
   // --- calls
   // Makes the record of a call that has just arrived, and its release time.
   CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns);
+  // Records a call that was made elsewhere and ended then.
+  CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns);
+  // The caller of `call` goes on; how long the call itself took is no computation.
+  void returned(int64_t call, int64_t at_ns);
+  void waited(int64_t call, int64_t begin_ns, int64_t end_ns);
   int64_t new_batch();
   // Small number of the calling host thread, in the order of their first calls.
   int64_t this_thread();
@@ -79,8 +85,17 @@ class World {
     ~Lane();
     int64_t before;
   };
-  void keep_records(bool keep) { keep_records_ = keep; }
+  void keep_records(bool keep);
   std::vector<CallRecord> take_records();
+  // What happened on the host threads, while records are kept.
+  struct Events {
+    std::vector<CallRecord> calls;
+    std::vector<Wait> waits;
+    std::vector<Mark> marks;
+    int64_t begin_ns = 0;
+    int64_t num_marks = 0;
+  };
+  Events events() const;
   int64_t num_calls() const;
   void set_release_rule(std::shared_ptr<ReleaseRule> rule) { rule_ = std::move(rule); }
   // Begins an iteration: payload positions count from here. Once a program sets
@@ -148,7 +163,11 @@ class World {
   std::unordered_map<std::string, int> group_sizes_;
   std::map<std::thread::id, int64_t> threads_;
   std::vector<CallRecord> records_;
-  bool keep_records_ = false;
+  std::vector<Wait> waits_;
+  std::vector<Mark> mark_times_;
+  int64_t begin_ns_ = 0;
+  int64_t num_events_ = 0;
+  std::atomic<bool> keep_records_{false};
   int64_t num_calls_ = 0;
   int64_t num_batches_ = 0;
   int64_t batches_at_mark_ = 0;
