@@ -40,6 +40,9 @@ class Parallelism(_Model):
     dp: Positive = Field(1, description="data parallel size (replicas and shards together)")
     ep: Positive = Field(1, description="expert parallel size, a divisor of cp × dp")
     vp: Positive = Field(1, description="virtual stages per pipeline stage")
+    order: Annotated[str, Field(pattern=r"^(tp|cp|dp|pp)(-(tp|cp|dp|pp)){3}$")] = Field(
+        "tp-cp-dp-pp", description="axes from neighbouring ranks to distant ones"
+    )
 
     @property
     def factors(self) -> str:
@@ -48,6 +51,12 @@ class Parallelism(_Model):
     @property
     def product(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def _order_is_complete(self) -> Parallelism:
+        if len(set(self.order.split("-"))) != 4:
+            raise ValueError(f"order={self.order} must have each of tp, cp, dp and pp once")
+        return self
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Parallelism:
@@ -75,6 +84,11 @@ class Job(_Model):
     world_size: Positive = Field(description="logical ranks")
     ranks_per_node: Positive = Field(8, description="logical ranks of one node")
     iterations: Positive = Field(10, description="iterations, unless a stage asks for others")
+    capture_iterations: Positive | None = Field(
+        None,
+        description="iterations that capture runs (default: iterations); enough for what happens "
+        "before the calls repeat, and two periods",
+    )
     parallelism: Parallelism | None = Field(
         None, description="sizes of the parallel axes; their product must be the world size"
     )
@@ -111,7 +125,7 @@ class Job(_Model):
             "iterations": iterations if iterations is not None else self.iterations,
             "seed": self.seed,
             "world_size": self.world_size,
-            **(self.parallelism.model_dump() if self.parallelism else {}),
+            **(self.parallelism.model_dump(exclude={"order"}) if self.parallelism else {}),
         }
 
         def replace(match: re.Match[str]) -> str:
@@ -371,6 +385,7 @@ FSDP_TP_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
+    capture_iterations=4,
     parallelism=Parallelism(tp=8, dp=64),
     cluster="h200-64x8",
 )
@@ -383,6 +398,7 @@ GPT_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
+    capture_iterations=4,
     parallelism=Parallelism(tp=4, pp=8, dp=16),
     cluster="h200-64x8",
 )
