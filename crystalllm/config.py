@@ -354,29 +354,27 @@ def _some(numbers: list[int]) -> str:
 # NVIDIA H200 SXM: 141 GB HBM3e; dense peaks from NVIDIA's H200 datasheet, which
 # gives them with sparsity for the tensor cores (halved here). NVLink 4: 900 GB/s
 # both ways together, so 450 GB/s one way; one 400 Gb/s adapter per GPU.
+H200 = Gpu(
+    model="NVIDIA H200",
+    memory_bytes=141_000_000_000,
+    peak_flops={
+        "fp64": 34e12,
+        "fp32": 67e12,
+        "tf32": 494.5e12,
+        "bf16": 989.5e12,
+        "fp16": 989.5e12,
+        "fp8": 1979e12,
+    },
+)
 H200_CLUSTER = Cluster(
-    nodes=[
-        Nodes(
-            count=64,
-            gpus_per_node=8,
-            gpu=Gpu(
-                model="NVIDIA H200",
-                memory_bytes=141_000_000_000,
-                peak_flops={
-                    "fp64": 34e12,
-                    "fp32": 67e12,
-                    "tf32": 494.5e12,
-                    "bf16": 989.5e12,
-                    "fp16": 989.5e12,
-                    "fp8": 1979e12,
-                },
-            ),
-        )
-    ],
+    nodes=[Nodes(count=64, gpus_per_node=8, gpu=H200)],
     links={
         "nvlink": Link(scope="node", bandwidth_bytes_per_s=450e9, latency_s=3e-6),
         "network": Link(scope="cluster", bandwidth_bytes_per_s=50e9, latency_s=8e-6),
     },
+)
+LARGE_H200_CLUSTER = H200_CLUSTER.model_copy(
+    update={"nodes": [Nodes(count=1024, gpus_per_node=8, gpu=H200)]}
 )
 
 FSDP_TP_JOB = Job(
@@ -404,6 +402,15 @@ GPT_JOB = Job(
 )
 
 
+LARGE_GPT_JOB = GPT_JOB.model_copy(
+    update={
+        "world_size": 8192,
+        "parallelism": Parallelism(tp=4, pp=8, dp=256),
+        "cluster": "h200-1024x8",
+    }
+)
+
+
 def generated_files() -> dict[Path, str]:
     """Every file that is generated from the models, with its content."""
     from crystalllm import tables
@@ -411,7 +418,9 @@ def generated_files() -> dict[Path, str]:
     return {
         JOBS / "fsdp-tp-512.yaml": _to_yaml(FSDP_TP_JOB),
         JOBS / "gpt-512.yaml": _to_yaml(GPT_JOB),
+        JOBS / "gpt-8192.yaml": _to_yaml(LARGE_GPT_JOB),
         CLUSTERS / "h200-64x8.yaml": _to_yaml(H200_CLUSTER),
+        CLUSTERS / "h200-1024x8.yaml": _to_yaml(LARGE_H200_CLUSTER),
         Path("config/schema/job.schema.json"): _schema(Job),
         Path("config/schema/cluster.schema.json"): _schema(Cluster),
         Path("docs/tables.md"): tables.document(),
