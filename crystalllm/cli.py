@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, command: list[str] | None) -> int:
     from crystalllm.config import load_job
     from crystalllm.identity import Identity
+    from crystalllm.payload import PayloadBook
     from crystalllm.run import Program, run
 
     if args.transfer_us < 0:
@@ -163,6 +164,7 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
         job = job.model_copy(update=changes)
         identity = job.identity(args.rank)
         program = Program(command=tuple(command or job.command(iterations=args.iterations)))
+        iterations = args.iterations or job.iterations
     else:
         if args.iterations is not None:
             raise UserError(
@@ -177,10 +179,14 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
             seed=args.seed or 0,
         )
         program = Program(command=tuple(command or ()))
+        iterations = None
+    book = PayloadBook.load(args.book) if args.book is not None else None
+    extra = book.extra_periods(iterations) if book is not None and iterations else 0
     return run(
         program,
         identity,
-        book=args.book,
+        book=book,
+        extra_periods=extra,
         strict=args.strict,
         record=args.record,
         summary=args.summary,

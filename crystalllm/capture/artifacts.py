@@ -33,6 +33,7 @@ class World:
 
     Args:
         job: Whose world.
+        iterations: That its program was told to run.
         captured: What captured ranks left.
         roles: Who speaks for whom.
         groups: By rank, its groups.
@@ -41,6 +42,7 @@ class World:
     """
 
     job: Job
+    iterations: int
     captured: Mapping[int, Captured]
     roles: Roles
     groups: Mapping[int, Groups]
@@ -57,6 +59,7 @@ class World:
 
 def understand(
     job: Job,
+    iterations: int,
     captured: Mapping[int, Captured],
     roles: Roles,
     identity_of: Callable[[tuple[int, ...], int], str],
@@ -94,7 +97,7 @@ def understand(
                 segments(left.keys, left.marks), num_marks=left.num_marks, rank=rank
             )
         structures[rank] = by_digest[left.keys_digest]
-    return World(job, captured, roles, groups, structures, role_of)
+    return World(job, iterations, captured, roles, groups, structures, role_of)
 
 
 def check_matching(world: World, *, eager_bytes: int) -> list[str]:
@@ -150,6 +153,7 @@ def book_of(world: World) -> PayloadBook:
     book = PayloadBook(
         period=period,
         num_marks=max((c.num_marks for c in world.captured.values()), default=0),
+        iterations=world.iterations,
         layout=None if len(world.captured) == len(world.groups) else world.roles.layout,
         representatives=[world.speaker(r) for r in world.ranks]
         if len(world.captured) < len(world.groups)
@@ -318,6 +322,7 @@ def _structure(
         "chance_unseen": {str(k): round(roles.chance_unseen(k), 6) for k in (1, 10, 100)},
         "num_invented": sum(left.num_invented for left in world.captured.values()),
         "num_payloads": len(book.entries),
+        "iterations": world.iterations,
         "num_marks": book.num_marks,
         "prologue_marks": max((s.prologue_marks for s in world.structures.values()), default=0),
         "period": book.period,
