@@ -22,6 +22,18 @@ class Text:
     end: int
 
 
+class Blob(bytes):
+    """Bytes in a pickle, and where they begin in it."""
+
+    start: int
+
+    @classmethod
+    def at(cls, data: bytes, start: int, end: int) -> Blob:
+        blob = cls(data[start:end])
+        blob.start = start
+        return blob
+
+
 @dataclass(frozen=True)
 class Name:
     """A global by module and (maybe dotted) name; `spans` are where its text lies."""
@@ -73,6 +85,9 @@ class Visitor:
 
     def text(self, text: Text) -> None:
         """The pickle holds a string."""
+
+    def blob(self, blob: Blob) -> None:
+        """The pickle holds bytes."""
 
     def item(self, key: Any, value: Any) -> None:
         """A dictionary gets this item."""
@@ -195,7 +210,9 @@ class Walk:
         if code in _STRINGS:
             push(self._text(code, begin, end))
         elif code in _BYTES:
-            push(self.data[begin:end])
+            blob = Blob.at(self.data, begin, end)
+            self.visitor.blob(blob)
+            push(blob)
         elif code in _SIMPLE or code in _EMPTY:
             push(PLAIN)
         elif code == ord("("):

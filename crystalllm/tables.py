@@ -424,6 +424,16 @@ ALL = (
 )
 
 
+def table_in(path: Path) -> Table | None:
+    """Which table of this version a file holds, by its metadata; None if none of them."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except _BROKEN:
+        return None
+    found = metadata.get(_TABLE, b"").decode(errors="replace")
+    return next((t for t in ALL if f"{t.name}/{t.version}" == found), None)
+
+
 def document() -> str:
     """The tables as Markdown; `docs/tables.md` is this text."""
     lines = [
