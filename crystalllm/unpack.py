@@ -174,7 +174,7 @@ def _check_entries(infos: list[zipfile.ZipInfo], file: Path) -> None:
             raise _refuse(file, "holds a name that is not allowed", ascii(name))
         if Path(name).name == restricted.MARKER:
             raise _refuse(file, "vouches for itself", name)
-        if mode and not stat.S_ISREG(mode):
+        if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise _refuse(file, "holds something else than files", name)
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise _refuse(file, "is compressed in an unknown way", name)
