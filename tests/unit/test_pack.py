@@ -260,7 +260,7 @@ def test_a_secret_among_anything_goes_and_nothing_breaks(content, secret, before
     assert type(again[0]) is type(content)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.text(), st.lists), st.sampled_from(SECRETS))
 def test_json_is_scrubbed_and_scrubbing_it_again_changes_nothing(content, secret):
     scrubber = _scrubber()
@@ -410,7 +410,7 @@ def test_payloads_that_could_run_code_are_refused_unless_trusted(packed, tmp_pat
     assert not restricted.is_untrusted(tmp_path / "b" / "capture")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_damaged_packs_are_refused_and_leave_nothing(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")

@@ -63,7 +63,7 @@ def _read_all(folder):
             values.to_pylist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_damage_is_found_or_harmless(whole, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")
