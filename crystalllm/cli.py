@@ -122,6 +122,34 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
     merge.set_defaults(function=_merge)
 
+    inspect = verbs.add_parser(
+        "inspect", allow_abbrev=False, help="show what a capture or a calls file holds"
+    )
+    inspect.add_argument("path", type=Path, help="results/<job>, its capture folder, or a file")
+    whom = inspect.add_mutually_exclusive_group()
+    whom.add_argument("--rank", type=int, help="show the calls of this rank")
+    whom.add_argument("--coord", metavar="pp=5,tp=0", help="show those of the rank here")
+    inspect.add_argument(
+        "--limit", type=int, help="rows of each table, 0 for all (default: 50 on a terminal)"
+    )
+    inspect.set_defaults(function=_inspect)
+
+    pack = verbs.add_parser("pack", allow_abbrev=False, help="one file of a job, to send")
+    pack.add_argument("folder", type=Path, help="results/<job>, or its capture folder")
+    pack.add_argument("--out", type=Path, required=True, metavar="FILE")
+    pack.set_defaults(function=_pack)
+
+    unpack = verbs.add_parser("unpack", allow_abbrev=False, help="check and unpack such a file")
+    unpack.add_argument("file", type=Path)
+    unpack.add_argument("--out", type=Path, required=True, metavar="DIR")
+    unpack.add_argument(
+        "--trust", action="store_true", help="take payloads that could run code, after a review"
+    )
+    unpack.add_argument(
+        "--limit-gib", type=float, default=64.0, help="refuse more, unpacked (default 64)"
+    )
+    unpack.set_defaults(function=_unpack)
+
     calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
     calls.add_argument("file", type=Path)
     calls.set_defaults(function=_calls)
@@ -293,9 +321,41 @@ def _ranks(text: str) -> list[int]:
 
 
 def _calls(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.calls import show
+    from crystalllm.show import show_calls
 
-    show(args.file)
+    show_calls(args.file)
+    return 0
+
+
+def _inspect(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.show import show
+
+    show(args.path, rank=args.rank, coordinates=args.coord, limit=args.limit)
+    return 0
+
+
+def _pack(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.pack import pack
+
+    manifest = pack(args.folder, args.out)
+    num_scrubbed = sum(entry["count"] for entry in manifest["scrubbed"])
+    print(
+        f"{len(manifest['files'])} files in {args.out}, {args.out.stat().st_size:,} bytes; "
+        f"{num_scrubbed} secrets and names removed, {len(manifest['left_out'])} files left out: "
+        "its manifest.json lists them"
+    )
+    return 0
+
+
+def _unpack(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.unpack import unpack
+
+    limit_bytes = round(args.limit_gib * (1 << 30))
+    manifest = unpack(args.file, args.out, trust=args.trust, limit_bytes=limit_bytes)
+    print(
+        f"{len(manifest['files'])} files in {args.out}, made by crystalllm "
+        f"{manifest.get('crystalllm')} with torch {manifest.get('torch')}"
+    )
     return 0
 
 
