@@ -1,9 +1,10 @@
-"""Where a job's artifacts lie, and the readers of those that are no tables."""
+"""Where a job's artifacts lie, and reading and writing those that are no tables."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def read_json(path: Path) -> dict[str, Any]:
             do="Pass the right file, or write it again",
         )
     return content
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(data)
+    partial.rename(path)
 
 
 def sha256(path: Path) -> str:

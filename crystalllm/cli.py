@@ -335,7 +335,7 @@ def _inspect(args: argparse.Namespace, _: object) -> int:
 
 
 def _pack(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.pack import pack
+    from crystalllm.sharing.pack import pack
 
     manifest = pack(args.folder, args.out)
     num_scrubbed = sum(entry["count"] for entry in manifest["scrubbed"])
@@ -348,7 +348,7 @@ def _pack(args: argparse.Namespace, _: object) -> int:
 
 
 def _unpack(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.unpack import unpack
+    from crystalllm.sharing.unpack import unpack
 
     limit_bytes = round(args.limit_gib * (1 << 30))
     manifest = unpack(args.file, args.out, trust=args.trust, limit_bytes=limit_bytes)

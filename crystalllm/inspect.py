@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
+from crystalllm.records import element_size
 
 _KIND = ["description", "signature", "size", "kind"]
 _VOLUME_COLUMNS = (
@@ -221,16 +222,6 @@ def _bytes(calls: pd.DataFrame) -> pd.Series:
     sizes = {dtype: element_size(str(dtype)) for dtype in calls["dtype"].unique()}
     elements = calls["in_elements"].where(calls["in_elements"] != 0, calls["out_elements"])
     return elements * calls["dtype"].astype(str).map(sizes).astype("int64")
-
-
-def element_size(dtype: str) -> int:
-    """Bytes of one element; 0 for the empty dtype of a barrier."""
-    if not dtype:
-        return 0
-    if dtype == "bool" or dtype.startswith("float8"):
-        return 1
-    digits = "".join(c for c in dtype if c.isdigit())
-    return int(digits or 0) // 8
 
 
 def _bodies(capture: Capture) -> pd.Series:

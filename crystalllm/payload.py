@@ -18,6 +18,7 @@ from typing import Any
 from crystalllm import tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Axis, Layout
+from crystalllm.sharing import restricted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,13 @@ class PayloadBook:
 
     @classmethod
     def load(cls, path: Path) -> PayloadBook:
-        """Reads a book. Values stay bytes: nothing is unpickled here."""
+        """Reads a book. Values stay bytes: nothing is unpickled here.
+
+        Raises:
+            UserError: It cannot be read, or is a stranger's and could run code.
+        """
+        if restricted.is_untrusted(path.parent):
+            restricted.check_table(path)
         table, provenance = tables.PAYLOADS.read(path)
         entries = [Entry(**{**row, "splits": tuple(row["splits"])}) for row in table.to_pylist()]
         axes = provenance.get("layout")

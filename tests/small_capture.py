@@ -78,6 +78,8 @@ def write(folder: Path, *, values: list[bytes] | None = None, scale: int = 1) ->
             "dtype": ["uint8"] * len(values),
             "splits": [[] for _ in values],
             "store_key": [""] * len(values),
+            "body_end": [0] * len(values),
+            "per_period": [0] * len(values),
             "value": values,
         },
         provenance=provenance,

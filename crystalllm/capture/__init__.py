@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crystalllm import __version__, native, warm
-from crystalllm.capture import artifacts, roles
+from crystalllm import __version__, artifacts, native, warm
+from crystalllm.capture import results, roles
 from crystalllm.capture.broker import Broker, StandIn, nobody
 from crystalllm.capture.captured import Captured
 from crystalllm.config import Job
@@ -87,7 +87,7 @@ def capture(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warm.prepare()
     ranks_left = _Ranks(job, program, work, parallel, limit_s, progress)
-    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     if strategy == "roles":
         found = roles.explore(
             ranks_left.run,
@@ -147,7 +147,7 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
             where=f"Folder {pieces[0]}",
             do="Pass the job that they were captured with, or capture again",
         )
-    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     found = roles.every_rank(learnt, captured)
     return _finish(job, program, first["iterations"], out, captured, found, "all", eager_bytes)
 
@@ -235,8 +235,8 @@ def _finish(
 ) -> dict[str, Any]:
     import torch
 
-    world = artifacts.understand(job, iterations, captured, found, identity_of)
-    warnings = artifacts.check_matching(world, eager_bytes=eager_bytes)
+    world = results.understand(job, iterations, captured, found, identity_of)
+    warnings = results.check_matching(world, eager_bytes=eager_bytes)
     for warning in warnings:
         log.warning("%s", warning)
     provenance = {
@@ -248,7 +248,7 @@ def _finish(
         "world_size": job.world_size,
         "strategy": strategy,
     }
-    return artifacts.write(world, out, provenance=provenance, warnings=warnings)
+    return results.write(world, out, provenance=provenance, warnings=warnings)
 
 
 def _write_piece(

@@ -9,7 +9,7 @@ import time
 import pytest
 import small_capture
 
-from crystalllm import inspect, tables
+from crystalllm import inspect, records, tables
 from crystalllm.errors import UserError
 from crystalllm.show import show, show_calls
 
@@ -183,4 +183,4 @@ def test_ranks_that_do_not_fit_together_are_refused(tmp_path):
 
 def test_element_sizes():
     names = ["float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "complex64", ""]
-    assert [inspect.element_size(n) for n in names] == [4, 2, 8, 1, 1, 8, 0]
+    assert [records.element_size(n) for n in names] == [4, 2, 8, 1, 1, 8, 0]

@@ -16,11 +16,12 @@ import small_capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crystalllm import restricted, tables
+from crystalllm import tables
 from crystalllm.errors import UserError
-from crystalllm.pack import MANIFEST, pack
-from crystalllm.scrub import Scrubber, is_secret_name
-from crystalllm.unpack import unpack
+from crystalllm.sharing import restricted
+from crystalllm.sharing.pack import MANIFEST, pack
+from crystalllm.sharing.scrub import Scrubber, is_secret_name
+from crystalllm.sharing.unpack import unpack
 
 # In pieces, so that scanners for secrets do not take this file for a leak.
 GITHUB = "gh" + "p_" + "a1B2" * 9

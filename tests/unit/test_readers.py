@@ -11,9 +11,10 @@ import small_capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crystalllm import artifacts, restricted, tables
+from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
 from crystalllm.inspect import Capture
+from crystalllm.sharing import restricted
 from crystalllm.show import show
 
 FILES = {

@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 
-from crystalllm import allowed, restricted, tables
+from crystalllm import tables
 from crystalllm.errors import UserError
+from crystalllm.sharing import allowed, restricted
 
 WHERE = "group g, seq 3, rank 5"
 
@@ -377,6 +378,8 @@ def test_a_table_is_checked_entry_by_entry(tmp_path):
                 "dtype": ["uint8", "uint8", "uint8"],
                 "splits": [[], [], []],
                 "store_key": ["", "", "key"],
+                "body_end": [0, 0, 0],
+                "per_period": [0, 0, 0],
                 "value": [good, good, last],
             },
             provenance={},

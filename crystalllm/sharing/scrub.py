@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from crystalllm.pickle_walk import Blob, Ends, Name, Text, Visitor, Walk
+from crystalllm.sharing.pickle_walk import Blob, Ends, Name, Text, Visitor, Walk
 
 AnyText = TypeVar("AnyText", str, bytes)
 Span = tuple[int, int]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from crystalllm import graph, tables
+from crystalllm import artifacts, graph, tables
 from crystalllm.capture import matching
 from crystalllm.capture.captured import Captured
 from crystalllm.capture.iterations import Structure, find, segments
@@ -137,14 +136,8 @@ def write(
     )
     structure = _structure(world, book, provenance, warnings)
     text = json.dumps(structure, indent=2, sort_keys=True) + "\n"
-    write_atomically(out / "structure.json", text.encode())
+    artifacts.write_atomically(out / "structure.json", text.encode())
     return structure
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    partial.rename(path)
 
 
 def book_of(world: World) -> PayloadBook:

@@ -21,9 +21,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from crystalllm import artifacts, restricted, tables
+from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
-from crystalllm.pack import FORMAT, MANIFEST, VERSION, refuse_existing
+from crystalllm.sharing import restricted
+from crystalllm.sharing.pack import FORMAT, MANIFEST, VERSION, refuse_existing
 
 DEFAULT_LIMIT_BYTES = 64 << 30
 _MOST_FILES = 10_000

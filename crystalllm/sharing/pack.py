@@ -22,8 +22,8 @@ from typing import Any
 
 from crystalllm import __version__, artifacts, tables
 from crystalllm.errors import UserError
-from crystalllm.restricted import MARKER
-from crystalllm.scrub import Scrubber
+from crystalllm.sharing.restricted import MARKER
+from crystalllm.sharing.scrub import Scrubber
 
 FORMAT = "crystalllm-pack"
 VERSION = 1

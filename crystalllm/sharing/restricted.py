@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from crystalllm import tables
-from crystalllm.allowed import (
+from crystalllm.errors import UserError
+from crystalllm.sharing.allowed import (
     ALLOWED,
     CALLABLE,
     ENCODER,
@@ -38,8 +39,7 @@ from crystalllm.allowed import (
     is_akin,
     today,
 )
-from crystalllm.errors import UserError
-from crystalllm.pickle_walk import ANY, BEGINNINGS, MADE, Ends, Name, Text, Visitor, Walk
+from crystalllm.sharing.pickle_walk import ANY, BEGINNINGS, MADE, Ends, Name, Text, Visitor, Walk
 
 MARKER = "untrusted.json"
 
