@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     whom = inspect.add_mutually_exclusive_group()
     whom.add_argument("--rank", type=int, help="show the calls of this rank")
     whom.add_argument("--coord", metavar="pp=5,tp=0", help="show those of the rank here")
+    inspect.add_argument("--summary", action="store_true", help="roles and what is unchecked only")
     inspect.add_argument(
         "--limit", type=int, help="rows of each table, 0 for all (default: 50 on a terminal)"
     )
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(function=_generate)
 
     bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
-    bench.add_argument("name", choices=["run"])
+    bench.add_argument("name", choices=["capture", "run"])
     bench.set_defaults(function=_bench)
     return parser
 
@@ -330,7 +331,13 @@ def _calls(args: argparse.Namespace, _: object) -> int:
 def _inspect(args: argparse.Namespace, _: object) -> int:
     from crystalllm.show import show
 
-    show(args.path, rank=args.rank, coordinates=args.coord, limit=args.limit)
+    show(
+        args.path,
+        rank=args.rank,
+        coordinates=args.coord,
+        summary=args.summary,
+        limit=args.limit,
+    )
     return 0
 
 
@@ -385,7 +392,7 @@ def _generate(args: argparse.Namespace, _: object) -> int:
 
 
 def _bench(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.bench import run
+    from crystalllm.bench import capture, run
 
-    run.main()
+    {"capture": capture, "run": run}[args.name].main()
     return 0

@@ -6,7 +6,6 @@ and row groups that the question needs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -271,16 +270,14 @@ def unchecked(capture: Capture) -> list[str]:
     checked = int(ranks["is_checked"].sum())
     lines = []
     if inferred:
-        population = inferred + checked
         chances = [
-            f"{k} odd {'rank' if k == 1 else 'ranks'} among them would have stayed unseen with a "
-            f"chance of {math.comb(inferred, k) / math.comb(population, k):.1%}"
-            for k in (1, 4)
-            if k <= inferred
+            f"{k} odd {'rank' if k == '1' else 'ranks'} among them would have stayed unseen with "
+            f"a chance of {chance:.1%}"
+            for k, chance in capture.structure.get("chance_unseen", {}).items()
         ]
         lines.append(
-            f"{inferred} of {len(ranks)} ranks are inferred, {checked} were run to check: "
-            + "; ".join(chances)
+            f"{inferred} of {len(ranks)} ranks are inferred, {checked} were run to check"
+            + "".join(f"; {chance}" for chance in chances)
         )
         by_role = ranks.groupby("role")
         bare = by_role["is_checked"].any() | by_role["is_captured"].all()

@@ -19,7 +19,12 @@ _FILE_COLUMNS = 100_000
 
 
 def show(
-    path: Path, *, rank: int | None = None, coordinates: str | None = None, limit: int | None = None
+    path: Path,
+    *,
+    rank: int | None = None,
+    coordinates: str | None = None,
+    summary: bool = False,
+    limit: int | None = None,
 ) -> None:
     """Prints a capture, one rank of it, or a calls file.
 
@@ -27,6 +32,7 @@ def show(
         path: A job's folder, its capture folder, or a calls file.
         rank: Show the calls of this rank.
         coordinates: Show those of the rank here, such as "pp=5,tp=0".
+        summary: Of a capture, only what it found in all.
         limit: Rows of each table, 0 for all; 50 by default on a terminal.
 
     Raises:
@@ -55,6 +61,11 @@ def show(
         _rank(page, capture, rank)
     else:
         _summary(page, capture)
+        if not summary:
+            _details(page, capture)
+        page.title("Unchecked")
+        for line in inspect.unchecked(capture) or ["Nothing: every rank was captured"]:
+            page.line(line)
 
 
 def show_calls(path: Path) -> None:
@@ -118,15 +129,15 @@ def _summary(page: _Page, capture: inspect.Capture) -> None:
         page.line(f"payloads     {structure['num_payloads']} control values")
     page.title("Roles")
     page.table(inspect.roles(capture))
+
+
+def _details(page: _Page, capture: inspect.Capture) -> None:
     page.title("Calls by part, of each role's representative")
     page.table(inspect.parts(capture))
     page.title("Groups by kind")
     page.table(inspect.groups(capture))
     page.title("Communication of each role's representative, by iteration and in all")
     page.table(inspect.communication(capture))
-    page.title("Unchecked")
-    for line in inspect.unchecked(capture) or ["Nothing: every rank was captured"]:
-        page.line(line)
 
 
 def _rank(page: _Page, capture: inspect.Capture, rank: int) -> None:

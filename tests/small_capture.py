@@ -86,6 +86,7 @@ def write(folder: Path, *, values: list[bytes] | None = None, scale: int = 1) ->
     )
     structure = {
         **provenance,
+        "chance_unseen": {"1": 6 / 7},
         "fingerprint": "f00d",
         "period": 1,
         "prologue_marks": 1,
