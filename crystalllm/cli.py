@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         help="messages up to this size need no receiver to be ready (default 0)",
     )
     capture.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
+    capture.add_argument("--memory", action="store_true", help="keep every allocation as an event")
     capture.add_argument("--iterations", type=int, help="instead of the job's")
     capture.add_argument("--parallel", type=int, help="ranks at a time (default: one per core)")
     capture.add_argument("--limit", type=float, default=600.0, help="seconds for one rank")
@@ -255,6 +256,7 @@ def _capture(args: argparse.Namespace, _: object) -> int:
             iterations=args.iterations,
             num_checks=args.check,
             eager_bytes=args.eager_bytes,
+            keep_memory=args.memory,
             parallel=args.parallel,
             limit_s=args.limit,
             progress=progress,

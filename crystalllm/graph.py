@@ -41,10 +41,11 @@ def build(events: pa.Table, calls: pa.Table, *, members: Mapping[str, Sequence[i
         members: Global ranks of each group, by identity.
     """
     e = events.to_pandas()
+    # Memory has no dependencies of its own.
+    e = e[~e["kind"].isin(["ALLOC", "FREE"])].reset_index(drop=True)
     c = _meetings(calls.to_pandas(), members)
     e["node"] = np.arange(len(e))
-    first = e.groupby("rank", sort=False)["node"].min()
-    edges = [_program_edges(e), _after_edges(e, first)]
+    edges = [_program_edges(e), _after_edges(e)]
 
     # The communication event of each call, and the waits for it.
     comm = e[e["kind"].str.startswith("COMM")][["rank", "call", "node"]]
@@ -153,13 +154,18 @@ def _program_edges(e: pd.DataFrame) -> pd.DataFrame:
     return _edges(nodes[:-1][same], nodes[1:][same], "program")
 
 
-def _after_edges(e: pd.DataFrame, first: pd.Series) -> pd.DataFrame:
+def _after_edges(e: pd.DataFrame) -> pd.DataFrame:
     """What an event on one lane has to wait for on another; waits for calls are apart."""
     later = e[(e["after"] >= 0) & ~((e["kind"] == "WAIT") & (e["call"] >= 0))]
-    sources = later["after"].to_numpy() + first.loc[later["rank"]].to_numpy()
-    kinds = np.where(later["kind"] == "WAIT", "record", "launch")
+    before = later.merge(
+        e[["rank", "event", "node"]],
+        left_on=["rank", "after"],
+        right_on=["rank", "event"],
+        suffixes=("", "_before"),
+    )
+    kinds = np.where(before["kind"] == "WAIT", "record", "launch")
     return pd.DataFrame(
-        {"source": sources, "target": later["node"].to_numpy(), "kind": kinds}
+        {"source": before["node_before"], "target": before["node"], "kind": kinds}
     ).astype({"source": np.int64, "target": np.int64})
 
 

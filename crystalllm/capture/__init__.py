@@ -48,6 +48,7 @@ def capture(
     iterations: int | None = None,
     num_checks: int = DEFAULT_CHECKS,
     eager_bytes: int = 0,
+    keep_memory: bool = False,
     parallel: int | None = None,
     limit_s: float = DEFAULT_LIMIT_S,
     progress: Progress = lambda done, total: None,
@@ -65,6 +66,8 @@ def capture(
         iterations: Instead of the job's.
         num_checks: Inferred ranks to run for comparison.
         eager_bytes: Messages up to this size need no receiver to be ready.
+        keep_memory: Keep every allocation as an event, some ten times as many
+            events as without.
         parallel: Ranks that compute at a time; one per core by default.
         limit_s: Seconds that one rank may take.
         progress: Called with ranks done and known to be needed.
@@ -82,11 +85,11 @@ def capture(
     iterations = iterations or job.capture_iterations or job.iterations
     program = Program(command=job.command(iterations=iterations))
     digest = _digest(job, program)
-    work = out.parent / ".work" / "capture" / digest / strategy
+    work = out.parent / ".work" / "capture" / digest / (strategy + "-memory" * keep_memory)
     work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warm.prepare()
-    ranks_left = _Ranks(job, program, work, parallel, limit_s, progress)
+    ranks_left = _Ranks(job, program, work, parallel, limit_s, keep_memory, progress)
     learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     if strategy == "roles":
         found = roles.explore(
@@ -166,6 +169,7 @@ class _Ranks:
     work: Path
     parallel: int | None
     limit_s: float
+    keep_memory: bool
     progress: Progress
     captured: dict[int, Captured] = field(default_factory=dict)
 
@@ -194,6 +198,7 @@ class _Ranks:
             known=[c for left in self.captured.values() for c in left.contributions],
             done=self.captured,
             stand_in=stand_in,
+            keep_memory=self.keep_memory,
         ).run(wanted)
 
     def report(self, wanted: Sequence[int]) -> None:

@@ -76,6 +76,7 @@ class Broker:
         done: Ranks that were captured before.
         on_done: Called with each rank and what it left, as soon as it is there.
         stand_in: Who speaks for ranks that have not run.
+        keep_memory: Keep every allocation as an event.
     """
 
     def __init__(
@@ -90,10 +91,11 @@ class Broker:
         known: Iterable[Contribution] = (),
         done: Iterable[int] = (),
         stand_in: StandIn = nobody,
+        keep_memory: bool = False,
     ) -> None:
         self.identity, self.program, self.output = identity, program, output
         self.parallel, self.limit_s, self.on_done = parallel, limit_s, on_done
-        self.stand_in = stand_in
+        self.stand_in, self.keep_memory = stand_in, keep_memory
         self.values = {c.address: c for c in known}
         self.done = set(done)
         self.pending: deque[int] = deque()
@@ -133,7 +135,13 @@ class Broker:
             ours.close()
             for child in self.children.values():
                 child.channel.close()
-            _be_child(self.identity(rank), self.program, self.output(rank), theirs)
+            _be_child(
+                self.identity(rank),
+                self.program,
+                self.output(rank),
+                theirs,
+                keep_memory=self.keep_memory,
+            )
         theirs.close()
         child = _Child(rank, pid, ours, time.monotonic())
         self.children[rank] = child
@@ -260,7 +268,12 @@ class Broker:
 
 
 def _be_child(
-    identity: Identity, program: Callable[[], None], output: str, channel: socket.socket
+    identity: Identity,
+    program: Callable[[], None],
+    output: str,
+    channel: socket.socket,
+    *,
+    keep_memory: bool,
 ) -> None:
     code = 1
     try:
@@ -269,7 +282,8 @@ def _be_child(
             os.dup2(log_file.fileno(), 2)
         os.environ.update(identity.variables())
         try:
-            _send(channel, ("done", _capture(identity, program, channel).to_bytes()))
+            left = _capture(identity, program, channel, keep_memory=keep_memory)
+            _send(channel, ("done", left.to_bytes()))
         except BaseException as error:
             traceback.print_exc()
             _send(channel, ("failed", f"{type(error).__name__}: {error}"))
@@ -280,10 +294,14 @@ def _be_child(
         os._exit(code)  # the parent's atexit handlers and buffers are not ours to run
 
 
-def _capture(identity: Identity, program: Callable[[], None], channel: socket.socket) -> Captured:
+def _capture(
+    identity: Identity, program: Callable[[], None], channel: socket.socket, *, keep_memory: bool
+) -> Captured:
     logical.enter(identity, keep_records=True)
     world = logical.world()
     world.keep_contributions(True)
+    if keep_memory:
+        world.keep_memory()
     made: list[Contribution] = []
     payload = native.load().Payload
 

@@ -226,7 +226,7 @@ def _event_parts(
     num = len(events["kind"])
     first = records["call"][0] if records["call"] else 0
     names, sizes = [], []
-    for kind, call in zip(events["kind"], events["call"], strict=True):
+    for kind, call, memory in zip(events["kind"], events["call"], events["bytes"], strict=True):
         if kind.startswith("COMM"):
             at = call - first
             elements = records["in_elements"][at] or records["out_elements"][at]
@@ -234,7 +234,7 @@ def _event_parts(
             sizes.append(elements * element_size(records["dtype"][at]))
         else:
             names.append("")
-            sizes.append(0)
+            sizes.append(memory)
     columns = {
         **events,
         "rank": [rank] * num,

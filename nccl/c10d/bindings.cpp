@@ -6,6 +6,7 @@
 #include <set>
 
 #include "c10d/backend.h"
+#include "c10d/memory.h"
 #include "c10d/store.h"
 #include "core/clock.h"
 #include "core/events.h"
@@ -120,7 +121,7 @@ int64_t record_call(
 
 py::dict event_columns(const World& world) {
   const auto events = events_of(world.events(), now_ns());
-  py::list kind, lane, mark, call, after, start, duration;
+  py::list kind, lane, mark, call, after, start, duration, bytes;
   for (const auto& e : events) {
     kind.append(e.kind);
     lane.append(e.lane);
@@ -129,6 +130,7 @@ py::dict event_columns(const World& world) {
     after.append(e.after);
     start.append(e.start_ns);
     duration.append(e.duration_ns);
+    bytes.append(e.bytes);
   }
   py::dict columns;
   columns["kind"] = kind;
@@ -138,6 +140,7 @@ py::dict event_columns(const World& world) {
   columns["after"] = after;
   columns["start_ns"] = start;
   columns["duration_ns"] = duration;
+  columns["bytes"] = bytes;
   return columns;
 }
 
@@ -239,6 +242,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("transfer_ns"), "Every call ends so long after its arrival.")
       .def("set_strict", &World::set_strict, py::arg("strict"))
       .def("keep_buffers", &World::keep_buffers, py::arg("keep"))
+      .def("move_objects", &World::move_objects, py::arg("begin"))
+      .def("keep_memory", [](std::shared_ptr<World> world) { watch_memory(std::move(world)); },
+           "Keep the allocations of CPU tensors.")
       .def("mark", &World::mark, py::arg("by_hand") = true)
       .def_property_readonly("marks", &World::marks)
       .def("keep_contributions", &World::keep_contributions, py::arg("keep"))

@@ -51,6 +51,8 @@ class Peers {
   void send(const at::Tensor& tensor, int destination);
 
  private:
+  // Whether values like these steer programs, so that they have to be the peers' own.
+  bool steers(const at::Tensor& tensor) const;
   // What member v contributed to this call, null where it is not known.
   const Payload* find(int v, int peer = -1) const;
   // The same as a flat tensor of `dtype`; undefined where it is not known.
@@ -61,6 +63,7 @@ class Peers {
   void reduce_known(at::Tensor& mine, const std::vector<at::Tensor>& known,
                     const c10d::ReduceOp& op);
   void note_invented(const at::Tensor& tensor, const char* how);
+  void assign(at::Tensor& tensor, const at::Tensor& known) const;
   void from_virtual(at::Tensor& tensor, const at::Tensor& known);
 
   World& world_;

@@ -104,6 +104,15 @@ struct Mark {
   int64_t at_ns = 0;
 };
 
+// Memory that was taken (bytes above zero) or given back.
+struct Allocation {
+  int64_t event = 0;
+  int64_t lane = 0;
+  int64_t mark = 0;
+  int64_t at_ns = 0;
+  int64_t bytes = 0;
+};
+
 // The only place where a call becomes a record. Advances the group's counters.
 CallRecord make_call_record(const Call& call, Group& group, int64_t number, int64_t mark);
 

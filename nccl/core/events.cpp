@@ -27,6 +27,9 @@ class Sequence {
       events_.push_back(Event{"COMP", lane, mark, -1, -1, start, at_ns - start});
     }
     free_at_[lane] = at_ns;
+    auto& waiting = waiting_[lane];
+    events_.insert(events_.end(), waiting.begin(), waiting.end());
+    waiting.clear();
   }
   int64_t add(Event event, int64_t free_at_ns) {
     compute_until(event.lane, event.mark, event.start_ns);
@@ -34,18 +37,25 @@ class Sequence {
     events_.push_back(event);
     return static_cast<int64_t>(events_.size()) - 1;
   }
+  // Kept until the computation that it lies in has its place.
+  void allocate(const Allocation& a) {
+    const char* kind = a.bytes > 0 ? "ALLOC" : "FREE";
+    waiting_[a.lane].push_back(
+        Event{kind, a.lane, a.mark, -1, -1, a.at_ns, 0, a.bytes > 0 ? a.bytes : -a.bytes});
+  }
   std::vector<Event> take() { return std::move(events_); }
 
  private:
   std::vector<Event> events_;
   std::map<int64_t, int64_t> free_at_;
+  std::map<int64_t, std::vector<Event>> waiting_;
 };
 
 } // namespace
 
 std::vector<Event> events_of(const World::Events& happened, int64_t end_ns) {
-  // By ordinal: each of the three lists is sorted, and together they have all.
-  size_t call = 0, wait = 0, mark = 0;
+  // By ordinal: each of the lists is sorted, and together they have all.
+  size_t call = 0, wait = 0, mark = 0, allocation = 0;
   int64_t marks = 0;
   std::unordered_map<int64_t, int64_t> event_of_call;
   Sequence sequence(happened.begin_ns);
@@ -56,7 +66,8 @@ std::vector<Event> events_of(const World::Events& happened, int64_t end_ns) {
     const int64_t of_call = next(happened.calls, call);
     const int64_t of_wait = next(happened.waits, wait);
     const int64_t of_mark = next(happened.marks, mark);
-    const int64_t first = std::min({of_call, of_wait, of_mark});
+    const int64_t of_allocation = next(happened.allocations, allocation);
+    const int64_t first = std::min({of_call, of_wait, of_mark, of_allocation});
     if (first == INT64_MAX) {
       break;
     }
@@ -74,6 +85,8 @@ std::vector<Event> events_of(const World::Events& happened, int64_t end_ns) {
                 waited_for == event_of_call.end() ? -1 : waited_for->second, w.begin_ns,
                 w.end_ns - w.begin_ns},
           w.end_ns);
+    } else if (first == of_allocation) {
+      sequence.allocate(happened.allocations[allocation++]);
     } else {
       const auto& m = happened.marks[mark++];
       sequence.compute_until(m.lane, marks++, m.at_ns);

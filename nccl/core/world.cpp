@@ -125,7 +125,17 @@ void World::waited(int64_t call, int64_t begin_ns, int64_t end_ns) {
 
 World::Events World::events() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return Events{records_, waits_, mark_times_, begin_ns_, mark_};
+  return Events{records_, waits_, mark_times_, allocations_, begin_ns_, mark_};
+}
+
+void World::allocated(int64_t bytes) {
+  if (!keep_memory_ || bytes == 0) {
+    return;
+  }
+  const int64_t at_ns = now_ns();
+  const int64_t lane = this_thread();
+  std::lock_guard<std::mutex> lock(mutex_);
+  allocations_.push_back(Allocation{num_events_++, lane, mark_, at_ns, bytes});
 }
 
 void World::mark(bool by_hand) {

@@ -91,6 +91,7 @@ class World {
     std::vector<CallRecord> calls;
     std::vector<Wait> waits;
     std::vector<Mark> marks;
+    std::vector<Allocation> allocations;
     int64_t begin_ns = 0;
     int64_t num_marks = 0;
   };
@@ -149,6 +150,13 @@ class World {
   // holds: set around calls whose buffers are known to be initialised.
   void keep_buffers(bool keep) { keep_buffers_ += keep ? 1 : -1; }
   bool keeps_buffers() const { return keep_buffers_ > 0; }
+  // While above zero, messages of bytes are pickled objects, whatever their size.
+  void move_objects(bool begin) { move_objects_ += begin ? 1 : -1; }
+  bool moves_objects() const { return move_objects_ > 0; }
+
+  // --- memory, where the allocator reports it
+  void keep_memory(bool keep) { keep_memory_ = keep; }
+  void allocated(int64_t bytes);
 
  private:
   // Group identity, sequence number.
@@ -182,6 +190,9 @@ class World {
   std::vector<Contribution> contributions_;
   bool strict_ = false;
   int keep_buffers_ = 0;
+  std::atomic<int> move_objects_{0};
+  std::atomic<bool> keep_memory_{false};
+  std::vector<Allocation> allocations_;
   std::vector<Invented> inventions_;
   int64_t num_invented_ = 0;
 };

@@ -25,6 +25,7 @@ PATCHES = (
     debug_wrapper.PATCH,
     device_without_accelerator.PATCH,
     object_collectives.PATCH,
+    object_collectives.PATCH_SIZES,
     initialised_buffers.PATCH,
     dtensor_distribution.PATCH,
     pipeline_vote.PATCH,

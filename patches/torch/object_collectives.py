@@ -136,6 +136,51 @@ def _bytes(numbers: Sequence[int]) -> bytes:
     return b"".join(number.to_bytes(8, "little") for number in numbers)
 
 
+def apply_sizes(module: ModuleType) -> None:
+    """Problem: pickled objects travel as tensors of bytes, and so may weights of
+    8 bits. The first have to be what the peer sent, the others would fill the
+    payload book.
+
+    Change: while one of torch's object collectives runs, the world knows that
+    bytes are objects.
+
+    Effect on numbers: none.
+
+    Turn off: CRYSTALLLM_PATCHES_OFF=torch.object-bytes; objects above 64 KiB are
+    then taken for data.
+    """
+    for name in _OBJECT_CALLS:
+        original = getattr(module, name, None)
+        if original is not None:
+            replace_everywhere(original, wrapt.FunctionWrapper(original, _moving_objects))
+
+
+_OBJECT_CALLS = (
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
+
+
+def _moving_objects(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    world = native.load().the_world()
+    world.move_objects(True)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        world.move_objects(False)
+
+
+PATCH_SIZES = Patch(
+    id="torch.object-bytes",
+    target="torch.distributed.distributed_c10d",
+    package="torch",
+    versions=SUPPORTED,
+    apply=apply_sizes,
+)
 PATCH = Patch(
     id="torch.object-collectives",
     target="torch.distributed.distributed_c10d",
