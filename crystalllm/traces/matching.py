@@ -1,0 +1,124 @@
+"""The same call on different ranks: which calls of a group belong together.
+
+Profiles begin and end at slightly different times, so ranks see more or fewer
+calls of a group. Only those that every captured member saw are kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+from crystalllm.errors import UserError
+from crystalllm.traces.clocks import Mismatch, Step, common_part
+from crystalllm.traces.reading import whole
+from crystalllm.traces.recording import RankImport
+from crystalllm.traces.sizes import signature_of
+from crystalllm.traces.vocabulary import ENDING_TOGETHER
+
+
+def match(
+    ranks: dict[int, RankImport], *, assumed: bool
+) -> tuple[list[str], dict[str, list[dict[int, int]]]]:
+    """Matches calls across ranks, narrows `kept` to the common ones.
+
+    Where one member of an all_to_all shows uneven sizes, all members' counts
+    become those of an uneven one.
+
+    Args:
+        ranks: The captured ranks.
+        assumed: Members of groups are a guess, so that calls of a group that do
+            not fit together are kept as they are, instead of being an error.
+
+    Returns:
+        Names of groups whose calls do not fit together, and by name of group the
+        ends of matched collectives that all members leave together, by rank.
+
+    Raises:
+        UserError: Calls of a known group that do not fit together.
+    """
+    unmatched: list[str] = []
+    ends: dict[str, list[dict[int, int]]] = {}
+    for name, places, captured in _conversations(ranks):
+        if len(captured) < 2:
+            continue
+        if any(not places[r] for r in captured):
+            parts = {r: range(0) for r in captured}
+        else:
+            found = common_part({r: _steps(ranks[r], places[r]) for r in captured})
+            if isinstance(found, Mismatch):
+                if not assumed:
+                    raise _mismatch(ranks, name, places, found)
+                unmatched.append(name)
+                continue
+            parts = found
+        chosen = {r: [places[r][i] for i in parts[r]] for r in captured}
+        for rank in captured:
+            ranks[rank].kept -= set(places[rank]) - set(chosen[rank])
+        ends[name] = []
+        for together in zip(*chosen.values(), strict=True):
+            calls = {r: ranks[r].calls[i] for r, i in zip(chosen, together, strict=True)}
+            sizes = [ranks[r].sizes[i] for r, i in zip(chosen, together, strict=True)]
+            kind = next(iter(calls.values())).kind
+            if kind == "all_to_all" and any(s.count < 0 for s in sizes):
+                for one in sizes:
+                    one.count = -1
+            if kind in ENDING_TOGETHER:
+                ends[name].append({r: c.end_ns for r, c in calls.items()})
+    return unmatched, ends
+
+
+def _conversations(
+    ranks: dict[int, RankImport],
+) -> list[tuple[str, dict[int, list[int]], list[int]]]:
+    """Name, places of its calls by rank, and captured members, of each group and each pair."""
+    places: dict[tuple[Hashable, ...], dict[int, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank, one in ranks.items():
+        for i, call in enumerate(one.calls):
+            group = one.groups[i]
+            pair: tuple[int, ...] = ()
+            if call.kind in ("send", "recv"):
+                peer = group.members[one.peers[i]]
+                pair = (rank, peer) if call.kind == "send" else (peer, rank)
+            places[(*group.key, pair)][rank].append(i)
+    found = []
+    for members, creation, pair in sorted(places):
+        within = places[members, creation, pair]
+        name = f"{len(members)} ranks from {min(members)}, #{creation}"
+        name += f", {pair[0]} to {pair[1]}" if pair else ""
+        name += "" if name not in {n for n, _, _ in found} else f" ({len(found)})"
+        found.append((name, within, [r for r in sorted(pair or members) if r in ranks]))
+    return found
+
+
+def _steps(one: RankImport, places: list[int]) -> list[Step]:
+    steps = []
+    for i in places:
+        call = one.calls[i]
+        signature = signature_of(call, one.sizes[i])
+        if call.kind in ("send", "recv"):
+            signature = call.host.dtype, one.sizes[i].count
+        seq = whole(call.host.metadata.get("Seq"))
+        steps.append(Step(signature, call.end_ns, -1 if seq is None else seq))
+    return steps
+
+
+def _mismatch(
+    ranks: dict[int, RankImport], name: str, places: dict[int, list[int]], found: Mismatch
+) -> UserError:
+    texts = []
+    for rank, at in zip(found.ranks, found.at, strict=True):
+        one, here = ranks[rank], places[rank]
+        if at < len(here):
+            call, sizes = one.calls[here[at]], one.sizes[here[at]]
+            text = f"{call.kind} of {sizes.count} {call.host.dtype}"
+        else:
+            text = "no more calls"
+        texts.append(f"rank {rank} (file {one.trace.source}) has {text} as call {at}")
+    return UserError(
+        "Calls of two ranks in one group do not fit together",
+        where=f"Group of {name}: {'; '.join(texts)}",
+        do="Pass traces of the same iterations of one run",
+    )
