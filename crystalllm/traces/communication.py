@@ -56,7 +56,7 @@ class Communication:
 
     @property
     def reduce_op(self) -> str:
-        """As the kernel's name has it; "?" where no kernel tells, empty where nothing is reduced."""
+        """As the kernel's name has it, "?" where none tells; empty where nothing is reduced."""
         if self.kind not in REDUCING:
             return ""
         names = [k.name for k in self.kernels if kernel_kind(k.name) == self.kind]

@@ -12,6 +12,8 @@ from crystalllm.traces.communication import Communication
 from crystalllm.traces.reading import MAX_WORLD_SIZE, Trace, whole, whole_list
 from crystalllm.traces.vocabulary import ROOTED
 
+# Members and creation index.
+Key = tuple[tuple[int, ...], int]
 ASSUMED = "assumed: the default group"
 
 
@@ -24,7 +26,7 @@ class Known:
     description: str
 
     @property
-    def key(self) -> tuple[tuple[int, ...], int]:
+    def key(self) -> Key:
         return self.members, self.creation
 
 
@@ -33,15 +35,15 @@ class GroupTable:
 
     A group is known by the members that `distributedInfo` or the call itself
     lists; calls without any are taken for calls of the default group, which
-    `sources` counts.
+    `sources` counts and `assumed` names.
     """
 
     def __init__(self, traces: Sequence[Trace], world_size: int) -> None:
         self.world_size = world_size
         self.sources: Counter[str] = Counter()
         self._groups: dict[tuple[str, tuple[int, ...]], Known] = {}
-        self._used: dict[int, set[tuple[tuple[int, ...], int]]] = {}
-        self._backends: dict[tuple[tuple[int, ...], int], str] = {}
+        self.assumed: set[Key] = set()
+        self._backends: dict[Key, str] = {}
         everyone = tuple(range(world_size))
         for trace in traces:
             for group in trace.groups:
@@ -85,6 +87,7 @@ class GroupTable:
                     do="Record with torch 2.4 or newer, which lists the ranks of groups",
                 )
             self.sources[ASSUMED] += 1
+            self.assumed.add(self._default.key)
             return self._default
         self._check(members, trace, f"group {name!r} of {call.kind}")
         self.sources[source] += 1

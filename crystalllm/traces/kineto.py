@@ -20,7 +20,7 @@ from crystalllm import __version__, tables
 from crystalllm.errors import UserError
 from crystalllm.traces.clocks import Clocks, estimate
 from crystalllm.traces.communication import Found, communication_of
-from crystalllm.traces.groups import ASSUMED, GroupTable, Known
+from crystalllm.traces.groups import GroupTable, Known
 from crystalllm.traces.iterations import marks_of
 from crystalllm.traces.matching import match
 from crystalllm.traces.reading import MAX_WORLD_SIZE, Trace, read_traces
@@ -60,7 +60,7 @@ def import_traces(
     marks, marks_from = marks_of(traces)
     groups = GroupTable(traces, size)
     ranks = {t.rank: RankImport(t, found[t.rank], groups) for t in traces}
-    unmatched, matches = match(ranks, assumed=groups.sources[ASSUMED] > 0)
+    unmatched, matches = match(ranks, assumed=groups.assumed)
     clocks = estimate(sorted(ranks), matches)
     for rank, one in ranks.items():
         one.record(groups, marks[rank])
@@ -131,7 +131,7 @@ def _refuse_silence(traces: Sequence[Trace], found: dict[int, Found], world_size
             f"{silent[0].rank} of {world_size}; looked for c10d:: operators, record_param_comms, "
             "annotations such as nccl:all_reduce, and kernels named ncclKernel_, ncclDevKernel_ "
             "(any case) or nccl::",
-            do="Profile at least one whole iteration; kernels of other libraries are not understood",
+            do="Profile a whole iteration of a job that uses NCCL or gloo",
         )
 
 

@@ -7,10 +7,11 @@ calls of a group. Only those that every captured member saw are kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 
 from crystalllm.errors import UserError
 from crystalllm.traces.clocks import Mismatch, Step, common_part
+from crystalllm.traces.groups import Key
 from crystalllm.traces.reading import whole
 from crystalllm.traces.recording import RankImport
 from crystalllm.traces.sizes import signature_of
@@ -18,7 +19,7 @@ from crystalllm.traces.vocabulary import ENDING_TOGETHER
 
 
 def match(
-    ranks: dict[int, RankImport], *, assumed: bool
+    ranks: dict[int, RankImport], *, assumed: Set[Key]
 ) -> tuple[list[str], dict[str, list[dict[int, int]]]]:
     """Matches calls across ranks, narrows `kept` to the common ones.
 
@@ -27,8 +28,8 @@ def match(
 
     Args:
         ranks: The captured ranks.
-        assumed: Members of groups are a guess, so that calls of a group that do
-            not fit together are kept as they are, instead of being an error.
+        assumed: Groups of which some calls are only a guess, so that they are
+            kept as they are where they do not fit together.
 
     Returns:
         Names of groups whose calls do not fit together, and by name of group the
@@ -39,7 +40,7 @@ def match(
     """
     unmatched: list[str] = []
     ends: dict[str, list[dict[int, int]]] = {}
-    for name, places, captured in _conversations(ranks):
+    for name, key, places, captured in _conversations(ranks):
         if len(captured) < 2:
             continue
         if any(not places[r] for r in captured):
@@ -47,7 +48,7 @@ def match(
         else:
             found = common_part({r: _steps(ranks[r], places[r]) for r in captured})
             if isinstance(found, Mismatch):
-                if not assumed:
+                if key not in assumed:
                     raise _mismatch(ranks, name, places, found)
                 unmatched.append(name)
                 continue
@@ -70,8 +71,8 @@ def match(
 
 def _conversations(
     ranks: dict[int, RankImport],
-) -> list[tuple[str, dict[int, list[int]], list[int]]]:
-    """Name, places of its calls by rank, and captured members, of each group and each pair."""
+) -> list[tuple[str, Key, dict[int, list[int]], list[int]]]:
+    """Name, group, calls by rank and captured members, of each group and each pair in one."""
     places: dict[tuple[Hashable, ...], dict[int, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -84,12 +85,15 @@ def _conversations(
                 pair = (rank, peer) if call.kind == "send" else (peer, rank)
             places[(*group.key, pair)][rank].append(i)
     found = []
+    names: set[str] = set()
     for members, creation, pair in sorted(places):
         within = places[members, creation, pair]
         name = f"{len(members)} ranks from {min(members)}, #{creation}"
         name += f", {pair[0]} to {pair[1]}" if pair else ""
-        name += "" if name not in {n for n, _, _ in found} else f" ({len(found)})"
-        found.append((name, within, [r for r in sorted(pair or members) if r in ranks]))
+        name += f" ({len(found)})" if name in names else ""
+        names.add(name)
+        captured = [r for r in sorted(pair or members) if r in ranks]
+        found.append((name, (members, creation), within, captured))
     return found
 
 

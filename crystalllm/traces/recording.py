@@ -7,7 +7,7 @@ from typing import Any
 from crystalllm import native
 from crystalllm.calls import element_size
 from crystalllm.traces.communication import Found
-from crystalllm.traces.groups import GroupTable, Known, peer_of, root_of
+from crystalllm.traces.groups import GroupTable, Key, Known, peer_of, root_of
 from crystalllm.traces.lanes import events_of
 from crystalllm.traces.reading import Trace
 from crystalllm.traces.sizes import sizes_of
@@ -37,7 +37,7 @@ class RankImport:
         self.num_marks = 0
         self.columns: dict[str, list[Any]] = {}
         self.events: dict[str, list[Any]] = {}
-        self.identities: dict[tuple[tuple[int, ...], int], tuple[str, str]] = {}
+        self.identities: dict[Key, tuple[str, str]] = {}
 
     def record(self, table: GroupTable, marks: tuple[int, list[int]]) -> None:
         """Makes the call records, by the one function that makes them, and the events.
