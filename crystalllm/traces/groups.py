@@ -9,7 +9,7 @@ from typing import Any
 
 from crystalllm.errors import UserError
 from crystalllm.traces.communication import Communication
-from crystalllm.traces.reading import MAX_WORLD_SIZE, Trace, whole, whole_list
+from crystalllm.traces.reading import MAX_WORLD_SIZE, Trace, clean, whole, whole_list
 from crystalllm.traces.vocabulary import ROOTED
 
 # Members and creation index.
@@ -43,6 +43,7 @@ class GroupTable:
         self.sources: Counter[str] = Counter()
         self._groups: dict[tuple[str, tuple[int, ...]], Known] = {}
         self.assumed: set[Key] = set()
+        self._found: dict[tuple[int, str], tuple[Known, str]] = {}
         self._backends: dict[Key, str] = {}
         everyone = tuple(range(world_size))
         for trace in traces:
@@ -77,6 +78,10 @@ class GroupTable:
         """
         data = call.host.metadata
         name = str(data.get("Process Group Name", ""))
+        if (trace.rank, name) in self._found:
+            known, source = self._found[trace.rank, name]
+            self.sources[source] += 1
+            return known
         members, source = self._members(trace, name, data)
         if members is None:
             size = whole(data.get("Group size"))
@@ -91,7 +96,10 @@ class GroupTable:
             return self._default
         self._check(members, trace, f"group {name!r} of {call.kind}")
         self.sources[source] += 1
-        return self._add(name, members, str(data.get("Process Group Description", "")))
+        known = self._add(name, members, clean(str(data.get("Process Group Description", ""))))
+        if name:
+            self._found[trace.rank, name] = known, source
+        return known
 
     def _members(
         self, trace: Trace, name: str, data: dict[str, Any]

@@ -192,7 +192,8 @@ def _read_operator(call: HostCall, operator: Event) -> None:
         call.in_splits, call.out_splits = in_splits, out_splits
     call.root = _either(whole(_at(words, layout.root)), -1)
     call.peer = _either(whole(_at(words, layout.peer)), -1)
-    call.tag = _either(whole(_at(words, layout.tag)), 0)
+    tag = whole(_at(words, layout.tag))
+    call.tag = tag if tag is not None and 0 <= tag < 2**31 else 0
     call.is_async = next((w for w in reversed(words) if w in ("True", "False")), "") == "True"
 
 

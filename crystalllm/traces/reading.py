@@ -19,8 +19,9 @@ from typing import Any
 
 from crystalllm.errors import UserError
 
-# Times and counts beyond this are no times and counts; sums of two fit 64 bits.
+# Numbers beyond this are no times and counts; differences of aligned times still fit 64 bits.
 LIMIT = 2**61
+_MAX_DURATION_NS = 2**53  # a hundred days
 MAX_WORLD_SIZE = 2**20
 
 _LIST = re.compile(r"\[\s*((-?\d{1,18}|\.\.\.)(\s*,\s*(-?\d{1,18}|\.\.\.))*)?\s*\]")
@@ -133,6 +134,13 @@ def whole_list(value: Any) -> tuple[list[int], bool] | None:
     return None
 
 
+def clean(text: str) -> str:
+    """Text that can be written as UTF-8: JSON's escapes may hold halves of characters."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _documents(path: Path) -> Iterator[tuple[str, bytes]]:
     """Name and text of every trace in a file."""
     try:
@@ -220,7 +228,7 @@ def _groups(config: Any, source: str) -> Iterator[ProcessGroup]:
         known = ranks is not None and ranks[1] and size in (None, len(ranks[0]))
         yield ProcessGroup(
             name=str(group.get("pg_name", "")),
-            description=str(group.get("pg_desc", "")),
+            description=clean(str(group.get("pg_desc", ""))),
             backend=str(group.get("backend_config", "")),
             members=tuple(ranks[0]) if known and ranks and ranks[0] else None,
         )
@@ -244,26 +252,29 @@ def _events(found: list[Any], base_ns: int, source: str) -> Iterator[Event]:
         name, args = event.get("name"), event.get("args", {})
         if not isinstance(name, str) or not isinstance(args, dict):
             raise _bad(source, f"event {index} has a name or args of the wrong type")
-        start, duration = event.get("ts"), event.get("dur", 0)
-        if not _is_time(start) or not _is_time(duration) or duration < 0:
-            raise _bad(source, f"event {index} ({name}) has ts {start!r}, dur {duration!r}")
+        start_ns, duration_ns = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur", 0))
+        if (
+            start_ns is None
+            or duration_ns is None
+            or abs(base_ns + start_ns) >= LIMIT
+            or not 0 <= duration_ns < _MAX_DURATION_NS
+        ):
+            times = f"ts {event.get('ts')!r}, dur {event.get('dur')!r}"
+            raise _bad(source, f"event {index} ({name[:60]}) has {times[:100]}")
         yield Event(
             category=str(event.get("cat", "")).lower(),
-            name=name,
+            name=clean(name),
             thread=(str(event.get("pid", "")), str(event.get("tid", ""))),
-            start_ns=base_ns + round(start * 1000),
-            duration_ns=round(duration * 1000),
+            start_ns=base_ns + start_ns,
+            duration_ns=duration_ns,
             args=args,
         )
 
 
-def _is_time(value: Any) -> bool:
-    """Microseconds that fit 64 bits as nanoseconds."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < LIMIT // 1000
-    )
+def _nanoseconds(microseconds: Any) -> int | None:
+    """A time as the trace writes it; None for what is none."""
+    number = isinstance(microseconds, int | float) and not isinstance(microseconds, bool)
+    return round(microseconds * 1000) if number and abs(microseconds) < LIMIT else None
 
 
 def _field(holder: dict[str, Any], key: str, kind: type, source: str, default: Any) -> Any:

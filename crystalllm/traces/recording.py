@@ -6,11 +6,14 @@ from typing import Any
 
 from crystalllm import native
 from crystalllm.calls import element_size
+from crystalllm.errors import UserError
 from crystalllm.traces.communication import Found
 from crystalllm.traces.groups import GroupTable, Key, Known, peer_of, root_of
 from crystalllm.traces.lanes import events_of
 from crystalllm.traces.reading import Trace
 from crystalllm.traces.sizes import sizes_of
+
+_MAX_ELEMENTS = 2**50
 
 
 class RankImport:
@@ -31,6 +34,14 @@ class RankImport:
             sizes_of(call, len(group.members), group.members.index(self.rank))
             for call, group in zip(self.calls, self.groups, strict=True)
         ]
+        for call, sizes in zip(self.calls, self.sizes, strict=True):
+            parts = (sizes.in_elements, sizes.out_elements, *sizes.in_splits, *sizes.out_splits)
+            if not all(0 <= n < _MAX_ELEMENTS for n in parts):
+                raise UserError(
+                    "A call has a size that no message has",
+                    where=f"File {trace.source}: {call.kind} of {max(parts)} elements",
+                    do="Export the trace again; it was damaged",
+                )
         self.roots = [root_of(c, g) for c, g in zip(self.calls, self.groups, strict=True)]
         self.peers = [peer_of(c, g, trace) for c, g in zip(self.calls, self.groups, strict=True)]
         self.kept = set(range(len(self.calls)))

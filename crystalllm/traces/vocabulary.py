@@ -76,9 +76,7 @@ def kind_of(name: str) -> str | None:
 def dtype_of(name: str) -> str:
     """torch's spelling of an element type; empty for what is none."""
     word = name.lower().removeprefix("c10::").replace("<", "").replace(">", "")
-    if word.startswith("float8"):
-        return word
-    return _DTYPES.get(word.removeprefix("c10::"), "")
+    return word if re.fullmatch(r"float8_[a-z0-9]+", word) else _DTYPES.get(word, "")
 
 
 def is_nccl_kernel(name: str) -> bool:
