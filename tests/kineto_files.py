@@ -128,9 +128,9 @@ def all_reduces(world: int, *, steps: int = 4, per_step: int = 3) -> dict[int, d
             begin = 10_000.0 * step + 1_000_000
             maker.step(step + 5, begin, 9_900)
             for i in range(per_step):
-                at = begin + 1000 + 2500 * i
+                at = begin + 1000 + 2600 * i
                 size = 64 * (i + 1)
-                late = 37 * rank * (i + 1)
-                maker.call("allreduce", at + late, at + 1500 + rank % 3, elements=(size, size))
+                late = 37 * (rank % 8) * (i + 1)
+                maker.call("allreduce", at + late, at + 2500 + rank % 3, elements=(size, size))
         traces[rank] = maker.trace()
     return traces

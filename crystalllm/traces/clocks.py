@@ -16,6 +16,8 @@ from statistics import median
 # Shifts that are tried around the one at which two ranks' first ends are closest.
 _WINDOW = 64
 _MAX_ROUNDS = 50
+_LIKELY_NS = 1_000_000
+_LIKELY_FACTOR = 4
 _OUTLIER_NS = 20_000
 _OUTLIER_FACTOR = 5
 
@@ -27,6 +29,14 @@ class Step:
     signature: Hashable  # equal on all members
     end_ns: int
     seq: int = -1  # the program's count in the group, where the trace has it
+    iteration: int = -1  # profiler step inside which it was made, where the trace has it
+
+    def fits(self, other: Step) -> bool:
+        """Whether the two can be parts of one call."""
+        known = self.iteration >= 0 and other.iteration >= 0
+        return self.signature == other.signature and not (
+            known and self.iteration != other.iteration
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def common_part(
                     (
                         i
                         for i, (a, b) in enumerate(zip(reference, sequences[rank], strict=False))
-                        if a.signature != b.signature
+                        if not a.fits(b)
                     ),
                     min(len(reference), len(sequences[rank])),
                 )
@@ -85,20 +95,22 @@ def _shift(reference: Sequence[Step], other: Sequence[Step]) -> int | None:
         nearest = bisect_left([s.end_ns for s in reference], other[0].end_ns)
         near = range(nearest - _WINDOW, nearest + _WINDOW + 1)
         candidates = sorted({0, len(reference) - len(other), *near})
-    best: tuple[float, int] | None = None
+    costs: dict[int, float] = {}
     for shift in candidates:
         low, high = max(0, shift), min(len(reference), shift + len(other))
         if high - low < need or any(
-            reference[i].signature != other[i - shift].signature for i in range(low, high)
+            not reference[i].fits(other[i - shift]) for i in range(low, high)
         ):
             continue
         apart = [other[i - shift].end_ns - reference[i].end_ns for i in range(low, high)]
         middle = median(apart)
         # Of shifts by whole iterations, the one at which ends are close and equally far apart.
-        cost = abs(middle) + median(abs(a - middle) for a in apart)
-        if best is None or (cost, abs(shift)) < (best[0], abs(best[1])):
-            best = (cost, shift)
-    return None if best is None else best[1]
+        costs[shift] = abs(middle) + median(abs(a - middle) for a in apart)
+    if not costs:
+        return None
+    # Ends of messages differ by more than clocks: profiles that begin together are likelier.
+    enough = _LIKELY_FACTOR * min(costs.values()) + _LIKELY_NS
+    return min((s for s in costs if costs[s] <= enough), key=lambda s: (abs(s), s))
 
 
 @dataclass(frozen=True)

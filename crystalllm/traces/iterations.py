@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 from crystalllm.errors import UserError
 from crystalllm.traces.reading import Trace
@@ -41,6 +42,22 @@ def marks_of(traces: Sequence[Trace]) -> tuple[dict[int, tuple[int, list[int]]],
         return marks, "profiler steps"
     marks = {t.rank: (0, _optimizer_steps(t)) for t in traces}
     return marks, "optimizer steps" if any(m for _, m in marks.values()) else "none"
+
+
+def step_of(trace: Trace) -> Callable[[int], int]:
+    """Tells the profiler step inside which the host was at a time; -1 between steps."""
+    spans = sorted(
+        (e.start_ns, e.end_ns, int(match[1]))
+        for e in trace.events
+        if e.category != "gpu_user_annotation" and (match := _STEP.fullmatch(e.name))
+    )
+    starts = [start for start, _, _ in spans]
+
+    def step(time_ns: int) -> int:
+        at = bisect_right(starts, time_ns) - 1
+        return spans[at][2] if at >= 0 and time_ns <= spans[at][1] else -1
+
+    return step
 
 
 def _profiler_steps(trace: Trace) -> dict[int, int]:

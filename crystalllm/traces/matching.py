@@ -7,11 +7,12 @@ calls of a group. Only those that every captured member saw are kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Hashable, Set
 
 from crystalllm.errors import UserError
 from crystalllm.traces.clocks import Mismatch, Step, common_part
 from crystalllm.traces.groups import Key
+from crystalllm.traces.iterations import step_of
 from crystalllm.traces.reading import whole
 from crystalllm.traces.recording import RankImport
 from crystalllm.traces.sizes import signature_of
@@ -38,6 +39,7 @@ def match(
     Raises:
         UserError: Calls of a known group that do not fit together.
     """
+    iterations = {r: step_of(one.trace) for r, one in ranks.items()}
     unmatched: list[str] = []
     ends: dict[str, list[dict[int, int]]] = {}
     for name, key, places, captured in _conversations(ranks):
@@ -46,7 +48,7 @@ def match(
         if any(not places[r] for r in captured):
             parts = {r: range(0) for r in captured}
         else:
-            found = common_part({r: _steps(ranks[r], places[r]) for r in captured})
+            found = common_part({r: _steps(ranks[r], places[r], iterations[r]) for r in captured})
             if isinstance(found, Mismatch):
                 if key not in assumed:
                     raise _mismatch(ranks, name, places, found)
@@ -97,7 +99,7 @@ def _conversations(
     return found
 
 
-def _steps(one: RankImport, places: list[int]) -> list[Step]:
+def _steps(one: RankImport, places: list[int], iteration: Callable[[int], int]) -> list[Step]:
     steps = []
     for i in places:
         call = one.calls[i]
@@ -105,7 +107,9 @@ def _steps(one: RankImport, places: list[int]) -> list[Step]:
         if call.kind in ("send", "recv"):
             signature = call.host.dtype, one.sizes[i].count
         seq = whole(call.host.metadata.get("Seq"))
-        steps.append(Step(signature, call.end_ns, -1 if seq is None else seq))
+        steps.append(
+            Step(signature, call.end_ns, -1 if seq is None else seq, iteration(call.start_ns))
+        )
     return steps
 
 
