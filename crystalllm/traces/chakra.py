@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def _communication(
         _attribute("pg_name", _STRING, name),
         _attribute("pg_identity", _STRING, call["group_identity"]),
         _attribute("pg_desc", _STRING, call["group_desc"]),
-        _attribute("involved_ranks", _UINT32_LIST, members),
+        _attribute("involved_ranks", _UINT32_LIST, tuple(members)),
         _attribute("comm_seq", _INT64, call["seq"]),
     ]
     if kind == _COLL:
@@ -223,6 +224,7 @@ def _packed(field: int, values: Iterable[int]) -> bytes:
     return _bytes(field, data) if data else b""
 
 
+@lru_cache(maxsize=65536)
 def _attribute(name: str, field: int, value: Any) -> bytes:
     """An AttributeProto; what its oneof holds is written also where it is zero."""
     if field == _STRING:

@@ -54,6 +54,10 @@ class Communication:
             return max(k.end_ns for k in self.kernels)
         return self.host.end_ns if self.host.run is None else self.host.run.end_ns
 
+    def lacks_kernel(self, trace: Trace) -> bool:
+        """On the GPU, but its kernel lies outside the trace: then nobody knows when it ended."""
+        return not self.kernels and "nccl" in (self.host.backend or trace.backend)
+
     @property
     def reduce_op(self) -> str:
         """As the kernel's name has it, "?" where none tells; empty where nothing is reduced."""
@@ -192,7 +196,7 @@ def _refuse_foreign(trace: Trace) -> None:
 
 
 def _refuse_missing_kernels(trace: Trace, calls: list[Communication], kernels: list[Event]) -> None:
-    on_gpu = [c for c in calls if (c.host.backend or trace.backend) == "nccl"]
+    on_gpu = [c for c in calls if c.lacks_kernel(trace)]
     if kernels or not on_gpu:
         return
     num_activities = sum(e.category in GPU_ACTIVITIES for e in trace.events)

@@ -145,12 +145,13 @@ def _versions(traces: Sequence[Trace]) -> dict[str, str]:
 
 def _unknown(ranks: dict[int, RankImport]) -> dict[str, int]:
     """How many calls lack what a call record has."""
-    found = dict.fromkeys(("dtype", "reduce_op", "root", "size", "splits"), 0)
+    found = dict.fromkeys(("dtype", "end", "reduce_op", "root", "size", "splits"), 0)
     for one in ranks.values():
         for i in one.kept:
             call = one.calls[i]
             barrier = call.kind == "barrier"
             found["dtype"] += not barrier and not call.host.dtype
+            found["end"] += call.lacks_kernel(one.trace)
             found["reduce_op"] += call.reduce_op == "?"
             found["root"] += call.kind in ROOTED and one.roots[i] < 0
             found["size"] += not barrier and max(call.host.in_elements, call.host.out_elements) < 0

@@ -66,7 +66,8 @@ def match(
             if kind == "all_to_all" and any(s.count < 0 for s in sizes):
                 for one in sizes:
                     one.count = -1
-            if kind in ENDING_TOGETHER:
+            timed = not any(c.lacks_kernel(ranks[r].trace) for r, c in calls.items())
+            if kind in ENDING_TOGETHER and timed:
                 ends[name].append({r: c.end_ns for r, c in calls.items()})
     return unmatched, ends
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 # By the beginning of the name without punctuation; longer words first where one begins another.
 _KINDS = (
@@ -66,35 +67,44 @@ _OPS = {
     "sumpostdiv": "avg",
 }
 
+# Names repeat thousands of times in a trace.
+_remember = lru_cache(maxsize=4096)
 
+
+@_remember
 def kind_of(name: str) -> str | None:
     """The kind of call that an operator, annotation or collective of this name is."""
     plain = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2].partition(" ")[0])
     return next((kind for word, kind in _KINDS if plain.startswith(word)), None)
 
 
+@_remember
 def dtype_of(name: str) -> str:
     """torch's spelling of an element type; empty for what is none."""
     word = name.lower().removeprefix("c10::").replace("<", "").replace(">", "")
     return word if re.fullmatch(r"float8_[a-z0-9]+", word) else _DTYPES.get(word, "")
 
 
+@_remember
 def is_nccl_kernel(name: str) -> bool:
     """NCCL's kernels by their names of all versions, demangled or not."""
     return _NCCL_KERNEL.search(name) is not None
 
 
+@_remember
 def is_foreign_kernel(name: str) -> bool:
     """A kernel of another communication library."""
     return _FOREIGN_KERNEL.search(name) is not None
 
 
+@_remember
 def kernel_kind(name: str) -> str | None:
     """The kind of call that NCCL's kernel is named after; None for grouped sends and receives."""
     words = _NCCL_KERNEL_KIND.findall(name)
     return next((kind for word in words if (kind := kind_of(word)) is not None), None)
 
 
+@_remember
 def kernel_reduce_op(name: str) -> str:
     """The reduce op in a kernel's name, else "?"."""
     match = _KERNEL_OP.search(name)
