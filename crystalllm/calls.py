@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crystalllm import tables
+from crystalllm.records import element_size
 
 
 def by_group_and_kind(calls: pd.DataFrame) -> pd.DataFrame:
@@ -46,16 +47,6 @@ def by_group_and_kind(calls: pd.DataFrame) -> pd.DataFrame:
             for at, row in sorted(rows.items())
         ]
     )
-
-
-def element_size(dtype: str) -> int:
-    """Bytes of one element; 0 for the empty dtype of a barrier."""
-    if not dtype:
-        return 0
-    if dtype == "bool" or dtype.startswith("float8"):
-        return 1
-    digits = "".join(c for c in dtype if c.isdigit())
-    return int(digits) // 8
 
 
 def show(path: Path) -> None:

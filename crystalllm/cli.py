@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from crystalllm import __version__
 from crystalllm.errors import UserError
@@ -92,7 +93,22 @@ def _parser() -> argparse.ArgumentParser:
         "capture", allow_abbrev=False, help="run logical ranks and keep what they communicate"
     )
     capture.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
-    capture.add_argument("--ranks", help="such as 0,5,8-11 (default: all)")
+    capture.add_argument(
+        "--strategy",
+        choices=["all", "roles"],
+        help="run every rank, or a few and infer the others (default: roles above 64 ranks)",
+    )
+    capture.add_argument("--ranks", help="only these, such as 0,5,8-11")
+    capture.add_argument("--shard", metavar="I/N", help="only every N-th rank: a piece for merge")
+    capture.add_argument(
+        "--check", type=int, default=16, help="inferred ranks to run for comparison (default 16)"
+    )
+    capture.add_argument(
+        "--eager-bytes",
+        type=int,
+        default=0,
+        help="messages up to this size need no receiver to be ready (default 0)",
+    )
     capture.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
     capture.add_argument("--iterations", type=int, help="instead of the job's")
     capture.add_argument("--parallel", type=int, help="ranks at a time (default: one per core)")
@@ -113,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("capture", type=Path, help="folder that capture or import wrote")
     export.add_argument("--out", type=Path, required=True, help="folder")
     export.set_defaults(function=_export)
+
+    merge = verbs.add_parser("merge", allow_abbrev=False, help="join the pieces of a capture")
+    merge.add_argument("pieces", type=Path, nargs="+", help="folders of capture --shard")
+    merge.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
+    merge.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
+    merge.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
+    merge.set_defaults(function=_merge)
 
     calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
     calls.add_argument("file", type=Path)
@@ -192,6 +215,7 @@ def _capture(args: argparse.Namespace, _: object) -> int:
     name = Path(args.job).stem
     out = args.out or Path("results") / name / "capture"
     ranks = None if args.ranks is None else _ranks(args.ranks)
+    shard = None if args.shard is None else _shard(args.shard)
     console = Console(stderr=True)
     columns = (TextColumn("captured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -202,21 +226,63 @@ def _capture(args: argparse.Namespace, _: object) -> int:
             if not console.is_terminal:
                 print(f"captured {done} of {total} ranks", file=sys.stderr, flush=True)
 
-        structure = capture(
+        found = capture(
             job,
             out,
+            strategy=args.strategy,
             ranks=ranks,
+            shard=shard,
             iterations=args.iterations,
+            num_checks=args.check,
+            eager_bytes=args.eager_bytes,
             parallel=args.parallel,
             limit_s=args.limit,
             progress=progress,
         )
-    print(
-        f"{structure['num_captured']} ranks captured, {structure['num_distinct']} of them "
-        f"different; {structure['num_payloads']} control values; calls repeat every "
-        f"{structure['period']} marks after {structure['prologue_marks']}; results in {out}"
-    )
+    if shard is not None:
+        print(f"shard {args.shard}: {len(found['ranks'])} ranks captured; piece in {out}")
+    else:
+        _say_what_was_captured(found, out)
     return 0
+
+
+def _merge(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.capture import merge
+    from crystalllm.config import load_job
+
+    job = load_job(args.job)
+    out = args.out or Path("results") / Path(args.job).stem / "capture"
+    _say_what_was_captured(merge(job, args.pieces, out, eager_bytes=args.eager_bytes), out)
+    return 0
+
+
+def _say_what_was_captured(found: dict[str, Any], out: Path) -> None:
+    print(
+        f"{found['num_captured']} of {found['world_size']} ranks captured, {found['num_roles']} "
+        f"roles; calls repeat every {found['period']} marks after {found['prologue_marks']}; "
+        f"{found['num_payloads']} control values"
+    )
+    if found["num_inferred"]:
+        wrong = len(found["inferred_wrongly"])
+        print(
+            f"{found['num_sampled']} of {found['num_inferred']} inferred ranks were run to check: "
+            f"{wrong or 'none'} inferred wrongly. The chance that 1, 10 or 100 odd ranks stay "
+            "unseen by this sample is "
+            + ", ".join(f"{c:.0%}" for c in found["chance_unseen"].values())
+            + "; the calls of all ranks were matched besides"
+        )
+    print(f"results in {out}")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """(i, n) from "i/n"."""
+    i, _, n = text.partition("/")
+    try:
+        return int(i), int(n)
+    except ValueError:
+        raise UserError(
+            f"{text!r} is no shard", where=f"--shard {text}", do="Write such as 0/4"
+        ) from None
 
 
 def _ranks(text: str) -> list[int]:

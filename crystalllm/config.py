@@ -40,6 +40,9 @@ class Parallelism(_Model):
     dp: Positive = Field(1, description="data parallel size (replicas and shards together)")
     ep: Positive = Field(1, description="expert parallel size, a divisor of cp × dp")
     vp: Positive = Field(1, description="virtual stages per pipeline stage")
+    order: Annotated[str, Field(pattern=r"^(tp|cp|dp|pp)(-(tp|cp|dp|pp)){3}$")] = Field(
+        "tp-cp-dp-pp", description="axes from neighbouring ranks to distant ones"
+    )
 
     @property
     def factors(self) -> str:
@@ -48,6 +51,12 @@ class Parallelism(_Model):
     @property
     def product(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def _order_is_complete(self) -> Parallelism:
+        if len(set(self.order.split("-"))) != 4:
+            raise ValueError(f"order={self.order} must have each of tp, cp, dp and pp once")
+        return self
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Parallelism:
@@ -75,6 +84,11 @@ class Job(_Model):
     world_size: Positive = Field(description="logical ranks")
     ranks_per_node: Positive = Field(8, description="logical ranks of one node")
     iterations: Positive = Field(10, description="iterations, unless a stage asks for others")
+    capture_iterations: Positive | None = Field(
+        None,
+        description="iterations that capture runs (default: iterations); enough for what happens "
+        "before the calls repeat, and two periods",
+    )
     parallelism: Parallelism | None = Field(
         None, description="sizes of the parallel axes; their product must be the world size"
     )
@@ -111,7 +125,7 @@ class Job(_Model):
             "iterations": iterations if iterations is not None else self.iterations,
             "seed": self.seed,
             "world_size": self.world_size,
-            **(self.parallelism.model_dump() if self.parallelism else {}),
+            **(self.parallelism.model_dump(exclude={"order"}) if self.parallelism else {}),
         }
 
         def replace(match: re.Match[str]) -> str:
@@ -340,29 +354,27 @@ def _some(numbers: list[int]) -> str:
 # NVIDIA H200 SXM: 141 GB HBM3e; dense peaks from NVIDIA's H200 datasheet, which
 # gives them with sparsity for the tensor cores (halved here). NVLink 4: 900 GB/s
 # both ways together, so 450 GB/s one way; one 400 Gb/s adapter per GPU.
+H200 = Gpu(
+    model="NVIDIA H200",
+    memory_bytes=141_000_000_000,
+    peak_flops={
+        "fp64": 34e12,
+        "fp32": 67e12,
+        "tf32": 494.5e12,
+        "bf16": 989.5e12,
+        "fp16": 989.5e12,
+        "fp8": 1979e12,
+    },
+)
 H200_CLUSTER = Cluster(
-    nodes=[
-        Nodes(
-            count=64,
-            gpus_per_node=8,
-            gpu=Gpu(
-                model="NVIDIA H200",
-                memory_bytes=141_000_000_000,
-                peak_flops={
-                    "fp64": 34e12,
-                    "fp32": 67e12,
-                    "tf32": 494.5e12,
-                    "bf16": 989.5e12,
-                    "fp16": 989.5e12,
-                    "fp8": 1979e12,
-                },
-            ),
-        )
-    ],
+    nodes=[Nodes(count=64, gpus_per_node=8, gpu=H200)],
     links={
         "nvlink": Link(scope="node", bandwidth_bytes_per_s=450e9, latency_s=3e-6),
         "network": Link(scope="cluster", bandwidth_bytes_per_s=50e9, latency_s=8e-6),
     },
+)
+LARGE_H200_CLUSTER = H200_CLUSTER.model_copy(
+    update={"nodes": [Nodes(count=1024, gpus_per_node=8, gpu=H200)]}
 )
 
 FSDP_TP_JOB = Job(
@@ -371,6 +383,7 @@ FSDP_TP_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
+    capture_iterations=4,
     parallelism=Parallelism(tp=8, dp=64),
     cluster="h200-64x8",
 )
@@ -383,8 +396,18 @@ GPT_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
+    capture_iterations=4,
     parallelism=Parallelism(tp=4, pp=8, dp=16),
     cluster="h200-64x8",
+)
+
+
+LARGE_GPT_JOB = GPT_JOB.model_copy(
+    update={
+        "world_size": 8192,
+        "parallelism": Parallelism(tp=4, pp=8, dp=256),
+        "cluster": "h200-1024x8",
+    }
 )
 
 
@@ -395,7 +418,9 @@ def generated_files() -> dict[Path, str]:
     return {
         JOBS / "fsdp-tp-512.yaml": _to_yaml(FSDP_TP_JOB),
         JOBS / "gpt-512.yaml": _to_yaml(GPT_JOB),
+        JOBS / "gpt-8192.yaml": _to_yaml(LARGE_GPT_JOB),
         CLUSTERS / "h200-64x8.yaml": _to_yaml(H200_CLUSTER),
+        CLUSTERS / "h200-1024x8.yaml": _to_yaml(LARGE_H200_CLUSTER),
         Path("config/schema/job.schema.json"): _schema(Job),
         Path("config/schema/cluster.schema.json"): _schema(Cluster),
         Path("docs/tables.md"): tables.document(),

@@ -26,6 +26,7 @@ def enter(
     keep_records: bool = False,
     transfer_ns: int = 0,
     logical_local_rank: bool = False,
+    carried: bool = False,
 ) -> None:
     """Makes the process rank `identity.rank`: from here on torch's peers are virtual.
 
@@ -39,6 +40,8 @@ def enter(
         transfer_ns: Every call ends so long after its arrival.
         logical_local_rank: Leave LOCAL_RANK logical also where it names no CUDA
             device that exists.
+        carried: The peers are real: gloo moves the data between processes that
+            somebody started, and calls are only recorded.
     """
     if isinstance(book, Path):
         book = PayloadBook.load(book)
@@ -57,7 +60,7 @@ def enter(
             _name_existing_device(identity)
         import crystalllm_patches
 
-        patching.install(crystalllm_patches.ALL)
+        patching.install(crystalllm_patches.RECORDING if carried else crystalllm_patches.ALL)
         # Futures may be due after the program's last line, and their callbacks
         # need the interpreter.
         atexit.register(module.stop_timer)

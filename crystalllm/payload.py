@@ -3,17 +3,21 @@
 Sizes, seeds, shapes, pickled objects and store keys must be what the peer
 would have sent. An entry is what one rank contributed to one call, under a key
 that every rank of the group can form by itself: the group's identity, the
-call's ordinal in it, and the contributing rank.
+call's ordinal in it, and the contributing rank. A rank that was not captured
+speaks through the captured one that represents it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from crystalllm import tables
+from crystalllm.errors import UserError
+from crystalllm.layout import Axis, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +32,11 @@ class Entry:
         value: The bytes of the contributed tensor.
         dtype: Element type in torch's spelling, such as "int64".
         peer: Global rank that a send went to, -1 in a collective.
-        iteration: -1 if `seq` counts from the group's creation, else the
-            iteration of the period from whose mark it counts.
         splits: Elements for each peer of an uneven all_to_all.
         store_key: Key in the rendezvous store.
+        body_end: Ordinal of the first call of the group, or pair, after the
+            repeated iterations.
+        per_period: Calls of the group, or pair, in one period; 0 if unknown.
     """
 
     group: str = ""
@@ -40,9 +45,10 @@ class Entry:
     value: bytes = b""
     dtype: str = "uint8"
     peer: int = -1
-    iteration: int = -1
     splits: tuple[int, ...] = ()
     store_key: str = ""
+    body_end: int = 0
+    per_period: int = 0
 
 
 @dataclass
@@ -50,32 +56,37 @@ class PayloadBook:
     """Entries in the order in which they were added.
 
     Args:
-        prologue_marks: Iteration marks before the period begins.
-        period: Iterations after which the calls repeat; 0 if unknown.
+        period: Iteration marks after which the calls repeat; 0 if unknown.
+        num_marks: Iteration marks of the run that the entries are from.
+        layout: How ranks and groups move; None if every rank was captured.
+        representatives: By rank, the captured one that speaks for it.
     """
 
     entries: list[Entry] = field(default_factory=list)
-    prologue_marks: int = 0
     period: int = 0
+    num_marks: int = 0
+    layout: Layout | None = None
+    representatives: Sequence[int] = ()
 
     def add(self, entry: Entry) -> None:
         self.entries.append(entry)
 
     def save(self, path: Path) -> None:
-        rows = sorted(
-            self.entries,
-            key=lambda e: (e.group, e.iteration, e.seq, e.rank, e.peer, e.store_key),
-        )
+        rows = sorted(self.entries, key=lambda e: (e.group, e.seq, e.rank, e.peer, e.store_key))
         columns: dict[str, list[Any]] = {
-            column.name: [
-                list(e.splits) if column.name == "splits" else getattr(e, column.name) for e in rows
-            ]
+            column.name: [getattr(e, column.name) for e in rows]
             for column in tables.PAYLOADS.columns
         }
+        axes = [[a.name, a.size, a.stride] for a in self.layout.axes] if self.layout else None
         tables.PAYLOADS.write(
             path,
             columns,
-            provenance={"prologue_marks": self.prologue_marks, "period": self.period},
+            provenance={
+                "period": self.period,
+                "num_marks": self.num_marks,
+                "layout": axes,
+                "representatives": list(self.representatives),
+            },
         )
 
     @classmethod
@@ -83,18 +94,95 @@ class PayloadBook:
         """Reads a book. Values stay bytes: nothing is unpickled here."""
         table, provenance = tables.PAYLOADS.read(path)
         entries = [Entry(**{**row, "splits": tuple(row["splits"])}) for row in table.to_pylist()]
+        axes = provenance.get("layout")
         return cls(
             entries,
-            prologue_marks=provenance.get("prologue_marks", 0),
             period=provenance.get("period", 0),
+            num_marks=provenance.get("num_marks", 0),
+            layout=Layout(tuple(Axis(*a) for a in axes)) if axes is not None else None,
+            representatives=tuple(provenance.get("representatives", ())),
         )
 
-    def serve(self, module: ModuleType, world: Any) -> None:
-        """Makes the entries what `world`'s virtual peers send."""
-        world.set_period(self.prologue_marks, self.period)
+    def extra_periods(self, num_marks: int) -> int:
+        """How many periods a run of `num_marks` marks has more than the captured one.
+
+        Raises:
+            UserError: No whole number, so that iterations would not line up.
+        """
+        extra = num_marks - self.num_marks
+        if extra and (not self.period or extra % self.period):
+            raise UserError(
+                "The payload book has no values for a run of this length",
+                where=f"{num_marks} iteration marks; captured with {self.num_marks}, period "
+                f"{self.period}",
+                do="Choose iterations that differ from the captured ones by whole periods",
+            )
+        return extra // self.period if extra else 0
+
+    def serve(self, module: ModuleType, world: Any, *, extra_periods: int = 0) -> None:
+        """Makes the entries what `world`'s virtual peers send.
+
+        Args:
+            module: The native extension.
+            world: Whose peers.
+            extra_periods: How many periods this run is longer (or, negative,
+                shorter) than the one that the book is from.
+        """
         for e in self.entries:
             if e.store_key:
                 module.add_store_payload(e.store_key, e.value)
-            else:
-                payload = module.Payload(e.dtype, e.value, list(e.splits))
-                world.add_payload(e.group, e.iteration, e.seq, e.rank, e.peer, payload)
+        reader = _Reader(self, module, extra_periods)
+
+        def ask(group: Any, seq: int, ranks: list[int], peer: int, key: str) -> None:
+            for rank in ranks:
+                entry = reader.find(group, seq, rank, peer)
+                if entry is not None:
+                    value = module.Payload(entry.dtype, entry.value, list(entry.splits))
+                    world.add_payload(group.identity, seq, rank, peer, value)
+
+        world.set_payload_source(ask, is_live=False)
+
+
+class _Reader:
+    """Finds what a rank contributed to a call, over runs of other lengths and by symmetry."""
+
+    def __init__(self, book: PayloadBook, module: ModuleType, extra_periods: int) -> None:
+        self.book, self.module, self.extra = book, module, extra_periods
+        self.by_address = {(e.group, e.seq, e.rank, e.peer): e for e in book.entries}
+        # The counter of a group is one for all members, that of a pair the sender's.
+        self.counters = {
+            (e.group, e.rank if e.peer >= 0 else -1, e.peer): (e.body_end, e.per_period)
+            for e in book.entries
+            if e.per_period
+        }
+
+    def find(self, group: Any, seq: int, rank: int, peer: int) -> Entry | None:
+        found = self._entry(group.identity, seq, rank, peer)
+        book = self.book
+        if found is not None or book.layout is None or rank >= len(book.representatives):
+            return found
+        speaker = book.representatives[rank]
+        moved = book.layout.moved(group.members, rank, speaker, peer)
+        if speaker == rank or moved is None:
+            return None
+        members, their_peer = moved
+        identity = f"{self.module.digest(list(members))}#{group.creation}"
+        return self._entry(identity, seq, speaker, their_peer)
+
+    def _entry(self, identity: str, seq: int, rank: int, peer: int) -> Entry | None:
+        counter = self.counters.get((identity, rank if peer >= 0 else -1, peer))
+        if counter is not None:
+            seq = _in_captured_run(seq, *counter, extra_periods=self.extra)
+        return self.by_address.get((identity, seq, rank, peer))
+
+
+def _in_captured_run(seq: int, body_end: int, per_period: int, *, extra_periods: int) -> int:
+    """The call of the captured run that call `seq` of a longer or shorter one corresponds to."""
+    added = extra_periods * per_period
+    if added < 0:
+        return seq if seq < body_end + added else seq - added
+    if seq < body_end:
+        return seq
+    if seq < body_end + added:
+        return body_end - per_period + (seq - body_end) % per_period
+    return seq - added

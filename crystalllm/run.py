@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from crystalllm import __version__, logical, tables
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
+from crystalllm.records import call_columns
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -241,41 +242,12 @@ def _without_ours(tb: TracebackType | None) -> TracebackType | None:
 
 def write_records(path: Path, world: Any, program: Program, identity: Identity) -> None:
     """Writes the calls so far to `path` and their times to `<stem>.times.parquet`."""
-    columns = world.take_records() if world is not None else {}
-    groups = [
-        {
-            "identity": g.identity,
-            "signature": g.signature,
-            "size": g.size,
-            "description": g.description,
-        }
-        for g in (world.groups if world is not None else [])
-    ]
-    write_calls(path, columns, groups, provenance_of(world, program, identity))
-
-
-def write_calls(
-    path: Path,
-    columns: Mapping[str, list[Any]],
-    groups: Sequence[Mapping[str, Any]],
-    provenance: Mapping[str, Any],
-) -> None:
-    """Writes a `calls` table and, beside it, its `call_times`.
-
-    Args:
-        path: Of the calls; times go to `times_path(path)`.
-        columns: From `World.take_records`, empty if there were no calls.
-        groups: identity, signature, size and description by the ids in `columns`.
-        provenance: What the calls depend on.
-    """
-    filled: dict[str, Sequence[Any]] = {
-        c.name: columns.get(c.name, []) for c in (*tables.CALLS.columns, *tables.CALL_TIMES.columns)
-    }
-    for name in ("identity", "signature", "size"):
-        filled[f"group_{name}"] = [groups[i][name] for i in filled["group"]]
-    filled["group_desc"] = [groups[i]["description"] for i in filled["group"]]
-    tables.CALLS.write(path, filled, provenance=provenance)
-    tables.CALL_TIMES.write(times_path(path), filled, provenance=provenance)
+    records = world.take_records() if world is not None else {}
+    groups = world.groups if world is not None else []
+    columns = call_columns(records, groups, identity.rank)
+    provenance = provenance_of(world, program, identity)
+    tables.CALLS.write(path, columns, provenance=provenance)
+    tables.CALL_TIMES.write(times_path(path), columns, provenance=provenance)
 
 
 def times_path(path: Path) -> Path:

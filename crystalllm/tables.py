@@ -249,6 +249,10 @@ PAYLOADS = Table(
         Column("dtype", TEXT, "element type in torch's spelling"),
         Column("splits", pa.list_(pa.int64()), "elements per peer of an uneven all_to_all"),
         Column("store_key", TEXT, "key in the rendezvous store, else empty"),
+        Column(
+            "body_end", pa.int64(), "first call of the group or pair after the repeated iterations"
+        ),
+        Column("per_period", pa.int64(), "calls of the group or pair in one period; 0 if unknown"),
         Column("value", pa.binary(), "the bytes"),
     ),
 )

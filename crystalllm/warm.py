@@ -56,7 +56,10 @@ def prepare() -> None:
     """Imports what every rank needs. Call it once, early, in the parent."""
     import torch
     import torch._dynamo  # 1.6 s in each child otherwise, as optimizers import it
-    import torch.distributed.pipelining  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     native.load()
     gc.collect()

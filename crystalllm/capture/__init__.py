@@ -1,237 +1,282 @@
 """`capture`: runs logical ranks one after another and keeps what they communicated.
 
-What it leaves in `results/<job>/capture/`:
-
-- `calls/rank-N.parquet`: every call of each captured rank, times beside it;
-- `groups.parquet`, `ranks.parquet`;
-- `payloads.parquet`: the payload book, by which any rank can then be run alone;
-- `structure.json`: prologue, period and epilogue.
-
-Ranks that are captured already are not run again: what they left lies in
-`results/<job>/.work/capture/<digest>/` as long as program, job and library are
-the same.
+What it leaves in `results/<job>/capture/` is described in docs/capture.md and,
+column by column, in docs/tables.md. Ranks that are captured already are not run
+again: what they left lies in `results/<job>/.work/capture/<digest>/<strategy>/`
+as long as program, job and library are the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import math
+import logging
 import os
-import pickle
-import struct
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crystalllm import __version__, native, tables, warm
-from crystalllm.capture.broker import Broker, Captured, Contribution
-from crystalllm.capture.iterations import Structure, find, segments
+from crystalllm import __version__, native, warm
+from crystalllm.capture import artifacts, roles
+from crystalllm.capture.broker import Broker, StandIn, nobody
+from crystalllm.capture.captured import Captured
 from crystalllm.config import Job
 from crystalllm.errors import UserError
-from crystalllm.payload import Entry, PayloadBook
-from crystalllm.run import Program, write_calls
+from crystalllm.layout import Layout
+from crystalllm.run import Program
 
-_DEFAULT_LIMIT_S = 600.0
+log = logging.getLogger("crystalllm.capture")
+
+DEFAULT_LIMIT_S = 600.0
+DEFAULT_CHECKS = 16
+# Smaller worlds are captured whole by default.
+LARGE_WORLD = 64
+
+Progress = Callable[[int, int], None]
 
 
 def capture(
     job: Job,
     out: Path,
     *,
+    strategy: str | None = None,
     ranks: Sequence[int] | None = None,
+    shard: tuple[int, int] | None = None,
     iterations: int | None = None,
+    num_checks: int = DEFAULT_CHECKS,
+    eager_bytes: int = 0,
     parallel: int | None = None,
-    limit_s: float = _DEFAULT_LIMIT_S,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    limit_s: float = DEFAULT_LIMIT_S,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Captures `ranks` of `job` into `out`.
+    """Captures `job` into `out`.
 
     Args:
         job: What to run.
         out: Folder of the results; `.work` lies beside it.
-        ranks: Which ranks; all by default. Ranks whose values these need are
-            captured too.
+        strategy: "all" runs every rank; "roles" runs some and infers the others
+            (the default in worlds of more than `LARGE_WORLD` ranks).
+        ranks: Only these, and those whose values they need; excludes `strategy`.
+        shard: (i, n): only every n-th rank from the i-th; `out` is then a piece
+            for `merge`.
         iterations: Instead of the job's.
+        num_checks: Inferred ranks to run for comparison.
+        eager_bytes: Messages up to this size need no receiver to be ready.
         parallel: Ranks that compute at a time; one per core by default.
         limit_s: Seconds that one rank may take.
-        progress: Called with ranks done and asked for.
+        progress: Called with ranks done and known to be needed.
 
     Returns:
-        What `structure.json` says.
+        What `structure.json` (of a piece: `piece.json`) says.
 
     Raises:
-        UserError: A rank fails, dies, hangs, waits for ever, or the calls don't
-            repeat.
+        UserError: A rank fails, dies, hangs, waits for ever; the calls don't
+            repeat, or don't fit together.
     """
-    wanted = list(range(job.world_size)) if ranks is None else sorted(set(ranks))
-    for rank in wanted:
+    strategy = _strategy(job, strategy, ranks, shard)
+    for rank in ranks or ():
         job.identity(rank)  # refuses ranks outside the world before anything runs
-    program = Program(command=job.command(iterations=iterations))
-    work = out.parent / ".work" / "capture" / _digest(job, program)
+    program = Program(command=job.command(iterations=iterations or job.capture_iterations))
+    digest = _digest(job, program)
+    work = out.parent / ".work" / "capture" / digest / strategy
     work.mkdir(parents=True, exist_ok=True)
-    captured = _load(work)
-
-    def keep(rank: int, left: Captured) -> None:
-        captured[rank] = left
-        _write_atomically(work / f"rank-{rank}.pickle", pickle.dumps(left))
-        progress(sum(r in captured for r in wanted), len(wanted))
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warm.prepare()
-    progress(sum(r in captured for r in wanted), len(wanted))
-    Broker(
-        job.identity,
-        program.execute,
-        output=lambda rank: str(work / f"rank-{rank}.log"),
-        parallel=parallel or len(os.sched_getaffinity(0)),
-        limit_s=limit_s,
-        on_done=keep,
-        known=[c for left in captured.values() for c in left.contributions],
-        done=captured,
-    ).run(wanted)
-    return _write(job, program, out, captured)
-
-
-def book_of(captured: dict[int, Captured], structures: dict[int, Structure]) -> PayloadBook:
-    """The payload book of all captured ranks.
-
-    Entries count from the group's creation, so that a run of as many iterations
-    finds everything. Those of the last whole period are entered once more by
-    iteration and mark, for runs of other lengths.
-    """
-    prologue = max((s.prologue_marks for s in structures.values()), default=0)
-    period = math.lcm(*(s.period for s in structures.values())) if structures else 0
-    book = PayloadBook(prologue_marks=prologue, period=period)
-    for rank, left in sorted(captured.items()):
-        last = left.num_marks - 1  # the last mark that another one follows
-        for c in without_padding(left.contributions):
-            book.add(c.entry())
-            if period and prologue <= c.mark <= last and c.mark > last - period:
-                iteration = (c.mark - prologue) % period
-                book.add(
-                    Entry(
-                        group=c.group,
-                        seq=c.seq_in_mark,
-                        rank=rank,
-                        peer=c.peer,
-                        dtype=c.dtype,
-                        value=c.value,
-                        splits=c.splits,
-                        iteration=iteration,
-                    )
-                )
-    return book
-
-
-def without_padding(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Pickled objects without the uninitialised bytes that pad them to the longest.
-
-    Object collectives tell the sizes in a call of their own: before the bytes
-    when they gather, after them when they scatter.
-    """
-    by_address = {c.address: c for c in contributions}
-
-    def sizes(c: Contribution, step: int) -> list[int]:
-        other = by_address.get((c.group, c.seq + step, c.rank, c.peer))
-        if other is None or other.dtype != "int64":
-            return []
-        return [n for (n,) in struct.iter_unpack("<q", other.value)]
-
-    tidy = []
-    for c in contributions:
-        value = c.value
-        if c.dtype == "uint8" and value:
-            before, after = sizes(c, -1), sizes(c, +1)
-            if len(after) > 1 and len(value) % len(after) == 0:
-                length = len(value) // len(after)
-                parts = [value[i * length : (i + 1) * length] for i in range(len(after))]
-                value = b"".join(
-                    part[:n].ljust(length, b"\0") for part, n in zip(parts, after, strict=True)
-                )
-            elif len(before) == 1 and 0 < before[0] <= len(value):
-                value = value[: before[0]]
-        tidy.append(dataclasses.replace(c, value=value))
-    return tidy
-
-
-def _write(job: Job, program: Program, out: Path, captured: dict[int, Captured]) -> dict[str, Any]:
-    structures = {
-        rank: find(
-            segments(left.columns["key"], left.columns["mark"]),
-            num_marks=left.num_marks,
-            rank=rank,
+    ranks_left = _Ranks(job, program, work, parallel, limit_s, progress)
+    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    if strategy == "roles":
+        found = roles.explore(
+            ranks_left.run,
+            ranks_left.captured,
+            learnt,
+            identity_of,
+            num_checks=num_checks,
+            seed=job.seed,
         )
-        for rank, left in sorted(captured.items())
-        if left.columns["key"]
-    }
-    out.mkdir(parents=True, exist_ok=True)
+    else:
+        wanted = range(job.world_size) if ranks is None else sorted(set(ranks))
+        if shard is not None:
+            wanted = wanted[shard[0] :: shard[1]]
+            ranks_left.run(wanted)
+            return _write_piece(out, ranks_left, digest, shard)
+        ranks_left.run(wanted)
+        found = roles.every_rank(learnt, ranks_left.captured)
+    return _finish(job, program, out, ranks_left.captured, found, strategy, eager_bytes)
+
+
+def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) -> dict[str, Any]:
+    """Joins what `capture(shard=…)` left in several folders, as if captured in one.
+
+    Raises:
+        UserError: A piece is missing, damaged, or of another job or program.
+    """
+    captured: dict[int, Captured] = {}
+    first: dict[str, Any] | None = None
+    seen = set()
+    for folder in pieces:
+        piece = _read_piece(folder)
+        if first is None:
+            first = piece
+        for key in ("digest", "num_shards"):
+            if piece[key] != first[key]:
+                raise UserError(
+                    f"Two pieces of a capture have another {key}: {first[key]} and {piece[key]}",
+                    where=f"Folders {pieces[0]} and {folder}",
+                    do="Merge pieces of one job, program and version",
+                )
+        seen.add(piece["shard"])
+        for rank in piece["ranks"]:
+            captured[rank] = Captured.read(folder / f"rank-{rank}.arrow")
+    missing = sorted(set(range(first["num_shards"] if first else 0)) - seen)
+    if first is None or missing:
+        raise UserError(
+            f"Pieces {', '.join(map(str, missing))} of a capture are missing"
+            if first
+            else "There is nothing to merge",
+            where="Folders " + ", ".join(map(str, pieces)),
+            do="Capture them with --shard i/n, and pass all folders",
+        )
+    program = Program(command=tuple(first["command"]))
+    if _digest(job, program) != first["digest"]:
+        raise UserError(
+            "The pieces are not of this job, program and version",
+            where=f"Folder {pieces[0]}",
+            do="Pass the job that they were captured with, or capture again",
+        )
+    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    found = roles.every_rank(learnt, captured)
+    return _finish(job, program, out, captured, found, "all", eager_bytes)
+
+
+def identity_of(members: tuple[int, ...], creation: int) -> str:
+    """As `Group.identity` gives it."""
+    return f"{native.load().digest(list(members))}#{creation}"
+
+
+@dataclass
+class _Ranks:
+    """Captured ranks, kept in files as they come."""
+
+    job: Job
+    program: Program
+    work: Path
+    parallel: int | None
+    limit_s: float
+    progress: Progress
+    captured: dict[int, Captured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path in self.work.glob("rank-*.arrow"):
+            left = Captured.read(path)
+            self.captured[left.rank] = left
+
+    def run(self, wanted: Sequence[int], stand_in: StandIn = nobody) -> None:
+        """Captures those of `wanted` that are not there yet, and whom they need."""
+
+        def keep(rank: int, data: bytes) -> None:
+            path = self.work / f"rank-{rank}.arrow"
+            artifacts.write_atomically(path, data)
+            self.captured[rank] = Captured.from_bytes(data, where=f"File {path}")
+            self.report(wanted)
+
+        self.report(wanted)
+        Broker(
+            self.job.identity,
+            self.program.execute,
+            output=lambda rank: str(self.work / f"rank-{rank}.log"),
+            parallel=self.parallel or len(os.sched_getaffinity(0)),
+            limit_s=self.limit_s,
+            on_done=keep,
+            known=[c for left in self.captured.values() for c in left.contributions],
+            done=self.captured,
+            stand_in=stand_in,
+        ).run(wanted)
+
+    def report(self, wanted: Sequence[int]) -> None:
+        left = sum(r not in self.captured for r in wanted)
+        self.progress(len(self.captured), len(self.captured) + left)
+
+
+def _strategy(
+    job: Job, strategy: str | None, ranks: Sequence[int] | None, shard: tuple[int, int] | None
+) -> str:
+    if ranks is not None or shard is not None:
+        if strategy == "roles":
+            raise UserError(
+                "The strategy roles chooses its ranks itself, one after the other",
+                where="Options --ranks or --shard with --strategy roles",
+                do="Leave one of them out; --shard is for --strategy all",
+            )
+        if shard is not None and not 0 <= shard[0] < shard[1]:
+            raise UserError(
+                f"There is no shard {shard[0]} of {shard[1]}",
+                where="Option --shard i/n",
+                do=f"Use i from 0 to {shard[1] - 1}",
+            )
+        return "all"
+    if strategy is None:
+        return "roles" if job.world_size > LARGE_WORLD else "all"
+    return strategy
+
+
+def _finish(
+    job: Job,
+    program: Program,
+    out: Path,
+    captured: dict[int, Captured],
+    found: roles.Roles,
+    strategy: str,
+    eager_bytes: int,
+) -> dict[str, Any]:
+    import torch
+
+    world = artifacts.understand(job, captured, found, identity_of)
+    warnings = artifacts.check_matching(world, eager_bytes=eager_bytes)
+    for warning in warnings:
+        log.warning("%s", warning)
     provenance = {
         "crystalllm": __version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
         "program": list(program.command),
+        "program_digest": _program_digest(program),
         "world_size": job.world_size,
+        "strategy": strategy,
     }
-    for rank, left in captured.items():
-        write_calls(
-            out / "calls" / f"rank-{rank}.parquet",
-            left.columns,
-            [
-                {"identity": i, "signature": s, "size": len(m), "description": d}
-                for i, s, m, d in left.groups
-            ],
-            {**provenance, "rank": rank, "unverified": left.num_invented > 0},
-        )
-    book_of(captured, structures).save(out / "payloads.parquet")
-    _write_groups(out / "groups.parquet", captured, provenance)
-    tables.RANKS.write(
-        out / "ranks.parquet",
-        {
-            "rank": sorted(captured),
-            "node": [job.identity(r).node for r in sorted(captured)],
-            "num_calls": [len(captured[r].columns["key"]) for r in sorted(captured)],
-            "num_marks": [captured[r].num_marks for r in sorted(captured)],
-            "num_invented": [captured[r].num_invented for r in sorted(captured)],
-            "keys_digest": [_keys_digest(captured[r]) for r in sorted(captured)],
-        },
-        provenance=provenance,
-    )
-    structure = {
-        **provenance,
-        "num_captured": len(captured),
-        "num_distinct": len({_keys_digest(left) for left in captured.values()}),
-        "num_invented": sum(left.num_invented for left in captured.values()),
-        "num_payloads": sum(len(left.contributions) for left in captured.values()),
-        "prologue_marks": max((s.prologue_marks for s in structures.values()), default=0),
-        "period": math.lcm(*(s.period for s in structures.values())) if structures else 0,
-        "calls_per_period": {str(r): s.body_calls for r, s in sorted(structures.items())},
+    return artifacts.write(world, out, provenance=provenance, warnings=warnings)
+
+
+def _write_piece(out: Path, ranks: _Ranks, digest: str, shard: tuple[int, int]) -> dict[str, Any]:
+    out.mkdir(parents=True, exist_ok=True)
+    captured = sorted(ranks.captured)
+    for rank in captured:
+        shutil.copyfile(ranks.work / f"rank-{rank}.arrow", out / f"rank-{rank}.arrow")
+    piece = {
+        "crystalllm": __version__,
+        "digest": digest,
+        "command": list(ranks.program.command),
+        "shard": shard[0],
+        "num_shards": shard[1],
+        "ranks": captured,
     }
-    text = json.dumps(structure, indent=2, sort_keys=True) + "\n"
-    _write_atomically(out / "structure.json", text.encode())
-    return structure
+    artifacts.write_atomically(out / "piece.json", (json.dumps(piece, indent=2) + "\n").encode())
+    return piece
 
 
-def _write_groups(path: Path, captured: dict[int, Captured], provenance: dict[str, Any]) -> None:
-    groups: dict[str, tuple[str, list[int], str]] = {}
-    for left in captured.values():
-        for identity, signature, members, description in left.groups:
-            groups.setdefault(identity, (signature, members, description))
-    rows = sorted(groups.items(), key=lambda item: (item[1][1], item[0]))
-    tables.GROUPS.write(
-        path,
-        {
-            "identity": [identity for identity, _ in rows],
-            "signature": [signature for _, (signature, _, _) in rows],
-            "description": [description for _, (_, _, description) in rows],
-            "members": [members for _, (_, members, _) in rows],
-        },
-        provenance=provenance,
-    )
-
-
-def _keys_digest(left: Captured) -> str:
-    return hashlib.sha256("\n".join(left.columns["key"]).encode()).hexdigest()[:16]
+def _read_piece(folder: Path) -> dict[str, Any]:
+    path = folder / "piece.json"
+    try:
+        piece = json.loads(path.read_text())
+        return {k: piece[k] for k in ("digest", "command", "shard", "num_shards", "ranks")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "This is no piece of a capture",
+            where=f"File {path}: {type(error).__name__}: {error}",
+            do="Pass folders that capture --shard i/n wrote",
+        ) from error
 
 
 def _digest(job: Job, program: Program) -> str:
@@ -244,28 +289,14 @@ def _digest(job: Job, program: Program) -> str:
         native.target().parent.name,
         sys.version,
         __version__,
+        _program_digest(program),
     ):
         digest.update(part.encode() + b"\0")
-    for path in program.sources():
-        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _load(work: Path) -> dict[int, Captured]:
-    captured = {}
-    for path in work.glob("rank-*.pickle"):
-        try:
-            captured[int(path.stem.removeprefix("rank-"))] = pickle.loads(path.read_bytes())
-        except Exception as error:
-            raise UserError(
-                "What an earlier capture left cannot be read",
-                where=f"File {path}: {type(error).__name__}: {error}",
-                do="Delete it; the rank is then captured again",
-            ) from error
-    return captured
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    partial.rename(path)
+def _program_digest(program: Program) -> str:
+    digest = hashlib.sha256()
+    for path in program.sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

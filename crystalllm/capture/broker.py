@@ -23,80 +23,33 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crystalllm import logical, native, warm
+from crystalllm.capture.captured import Address, Captured, Contribution
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
-from crystalllm.payload import Entry
 
 log = logging.getLogger("crystalllm.capture")
 
-# (group, seq, rank, peer): one contribution to one call.
-Address = tuple[str, int, int, int]
+# Tells whose contribution stands for that of a rank which is not to run:
+# (members, creation index of the group, address) to an address, or None if that
+# rank has to run itself.
+StandIn = Callable[[tuple[int, ...], int, Address], Address | None]
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """What a rank contributed to one call whose values steer programs.
-
-    Args:
-        group: Identity of the group.
-        seq: Ordinal in the group, or in the ordered pair of a send.
-        mark: Iteration marks before it.
-        seq_in_mark: As `seq`, from the last mark.
-        rank: Who contributed it.
-        peer: Receiver of a send, else -1.
-        dtype: Element type in torch's spelling.
-        value: The bytes.
-        splits: Elements per peer of an uneven all_to_all.
-    """
-
-    group: str
-    seq: int
-    mark: int
-    seq_in_mark: int
-    rank: int
-    peer: int
-    dtype: str
-    value: bytes
-    splits: tuple[int, ...]
-
-    @property
-    def address(self) -> Address:
-        return self.group, self.seq, self.rank, self.peer
-
-    def entry(self) -> Entry:
-        """The book's entry, counted from the group's creation."""
-        return Entry(
-            group=self.group,
-            seq=self.seq,
-            rank=self.rank,
-            peer=self.peer,
-            dtype=self.dtype,
-            value=self.value,
-            splits=self.splits,
-        )
+def nobody(members: tuple[int, ...], creation: int, address: Address) -> Address | None:
+    """Every rank speaks for itself."""
+    return None
 
 
 @dataclass
-class Captured:
-    """What one rank left.
+class _Want:
+    """One value that a rank waits for."""
 
-    Args:
-        columns: Its calls, as `World.take_records` gives them.
-        groups: (identity, signature, members, description) of each of its groups.
-        contributions: To calls whose values steer programs.
-        num_marks: Iteration marks that it set.
-        num_invented: Control values that had to be invented all the same.
-    """
-
-    columns: dict[str, list[Any]]
-    groups: list[tuple[str, str, list[int], str]]
-    contributions: list[Contribution]
-    num_marks: int
-    num_invented: int
+    asked: Address
+    served: Address  # another's where that one stands in
 
 
 @dataclass
@@ -106,7 +59,7 @@ class _Child:
     channel: socket.socket
     started: float
     buffer: bytearray = field(default_factory=bytearray)
-    wants: list[Address] | None = None  # while it waits
+    wants: list[_Want] | None = None  # while it waits
     call: str = ""  # what it waits in
 
 
@@ -120,7 +73,9 @@ class Broker:
         parallel: Ranks that compute at a time.
         limit_s: Seconds that one rank may take in all.
         known: Contributions of ranks that were captured before.
+        done: Ranks that were captured before.
         on_done: Called with each rank and what it left, as soon as it is there.
+        stand_in: Who speaks for ranks that have not run.
     """
 
     def __init__(
@@ -131,12 +86,14 @@ class Broker:
         output: Callable[[int], str],
         parallel: int,
         limit_s: float,
-        on_done: Callable[[int, Captured], None],
+        on_done: Callable[[int, bytes], None],
         known: Iterable[Contribution] = (),
         done: Iterable[int] = (),
+        stand_in: StandIn = nobody,
     ) -> None:
         self.identity, self.program, self.output = identity, program, output
         self.parallel, self.limit_s, self.on_done = parallel, limit_s, on_done
+        self.stand_in = stand_in
         self.values = {c.address: c for c in known}
         self.done = set(done)
         self.pending: deque[int] = deque()
@@ -218,12 +175,10 @@ class Broker:
         if kind == "have":
             self.values.update((c.address, c) for c in rest[0])
         elif kind == "want":
-            child.wants, child.call = rest
-            for _, _, rank, _ in reversed(child.wants):
-                if rank not in self.done and rank not in self.children:
-                    if rank in self.pending:
-                        self.pending.remove(rank)
-                    self.pending.appendleft(rank)
+            members, creation, addresses, child.call = rest
+            child.wants = [_Want(a, self._served_by(members, creation, a)) for a in addresses]
+            for want in reversed(child.wants):
+                self._start_next(want.served[2])
         elif kind == "done":
             self._reap(child)
             self.done.add(child.rank)
@@ -237,21 +192,51 @@ class Broker:
             )
         self._answer_waiting()
 
+    def _served_by(self, members: tuple[int, ...], creation: int, asked: Address) -> Address:
+        rank = asked[2]
+        if asked in self.values or rank in self.done or rank in self.children:
+            return asked
+        other = self.stand_in(members, creation, asked)
+        if other is None or (other not in self.values and other[2] in self.done):
+            return asked
+        return other
+
+    def _start_next(self, rank: int) -> None:
+        if rank not in self.done and rank not in self.children:
+            if rank in self.pending:
+                self.pending.remove(rank)
+            self.pending.appendleft(rank)
+
     def _answer_waiting(self) -> None:
         for child in self.children.values():
-            if child.wants is not None and all(a in self.values for a in child.wants):
-                found = [self.values[a] for a in child.wants]
+            if child.wants is not None and all(w.served in self.values for w in child.wants):
+                found = []
+                for want in child.wants:
+                    group, seq, rank, peer = want.asked
+                    value = self.values[want.served]
+                    found.append(replace(value, group=group, seq=seq, rank=rank, peer=peer))
                 child.wants = None
                 _send(child.channel, found)
+
+    def _ask_the_ranks_themselves(self) -> None:
+        """Where every rank waits, those that a waiting or ended rank stands for have to run."""
+        for child in self.children.values():
+            for want in child.wants or ():
+                if want.served not in self.values and want.served != want.asked:
+                    want.served = want.asked
+                    self._start_next(want.asked[2])
 
     def _check_stuck(self) -> None:
         """An error when every rank waits and nobody is left who could answer."""
         waiting = [c for c in self.children.values() if c.wants is not None]
         if not waiting or len(waiting) < len(self.children) or self.pending:
             return
+        self._ask_the_ranks_themselves()
+        if self.pending:
+            return
         child = waiting[0]
         assert child.wants is not None
-        group, seq, rank, peer = next(a for a in child.wants if a not in self.values)
+        group, seq, rank, peer = next(w.asked for w in child.wants if w.served not in self.values)
         if rank in self.children:
             other = f"rank {rank} itself waits in {self.children[rank].call}"
         else:
@@ -284,7 +269,7 @@ def _be_child(
             os.dup2(log_file.fileno(), 2)
         os.environ.update(identity.variables())
         try:
-            _send(channel, ("done", _capture(identity, program, channel)))
+            _send(channel, ("done", _capture(identity, program, channel).to_bytes()))
         except BaseException as error:
             traceback.print_exc()
             _send(channel, ("failed", f"{type(error).__name__}: {error}"))
@@ -308,27 +293,22 @@ def _capture(identity: Identity, program: Callable[[], None], channel: socket.so
         if fresh:
             _send(channel, ("have", fresh))
 
-    def ask(group: str, seq: int, ranks: list[int], peer: int, key: str) -> None:
+    def ask(group: Any, seq: int, ranks: list[int], peer: int, key: str) -> None:
         publish()
-        _send(channel, ("want", [(group, seq, rank, peer) for rank in ranks], key))
+        addresses = [(group.identity, seq, rank, peer) for rank in ranks]
+        _send(channel, ("want", tuple(group.members), group.creation, addresses, key))
         for c in _receive(channel):
             value = payload(c.dtype, c.value, list(c.splits))
-            world.add_payload(c.group, -1, c.seq, c.rank, c.peer, value)
+            world.add_payload(c.group, c.seq, c.rank, c.peer, value)
 
-    world.set_payload_source(ask)
+    world.set_payload_source(ask, is_live=True)
     try:
         program()
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
     publish()
-    return Captured(
-        columns=world.take_records(),
-        groups=[(g.identity, g.signature, g.members, g.description) for g in world.groups],
-        contributions=made,
-        num_marks=world.marks,
-        num_invented=world.num_invented,
-    )
+    return Captured.of_world(world, made)
 
 
 # --- messages ------------------------------------------------------------------

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Set
 
 from crystalllm.errors import UserError
+from crystalllm.rules import Ends, ends
 from crystalllm.traces.clocks import Mismatch, Step, common_part
 from crystalllm.traces.groups import Key
 from crystalllm.traces.iterations import step_of
 from crystalllm.traces.reading import whole
 from crystalllm.traces.recording import RankImport
 from crystalllm.traces.sizes import signature_of
-from crystalllm.traces.vocabulary import ENDING_TOGETHER
 
 
 def match(
@@ -41,7 +41,7 @@ def match(
     """
     iterations = {r: step_of(one.trace) for r, one in ranks.items()}
     unmatched: list[str] = []
-    ends: dict[str, list[dict[int, int]]] = {}
+    matches: dict[str, list[dict[int, int]]] = {}
     for name, key, places, captured in _conversations(ranks):
         if len(captured) < 2:
             continue
@@ -58,7 +58,7 @@ def match(
         chosen = {r: [places[r][i] for i in parts[r]] for r in captured}
         for rank in captured:
             ranks[rank].kept -= set(places[rank]) - set(chosen[rank])
-        ends[name] = []
+        matches[name] = []
         for together in zip(*chosen.values(), strict=True):
             calls = {r: ranks[r].calls[i] for r, i in zip(chosen, together, strict=True)}
             sizes = [ranks[r].sizes[i] for r, i in zip(chosen, together, strict=True)]
@@ -67,9 +67,9 @@ def match(
                 for one in sizes:
                     one.count = -1
             timed = not any(c.lacks_kernel(ranks[r].trace) for r, c in calls.items())
-            if kind in ENDING_TOGETHER and timed:
-                ends[name].append({r: c.end_ns for r, c in calls.items()})
-    return unmatched, ends
+            if timed and all(ends(kind, is_root=is_root) is Ends.ALL for is_root in (True, False)):
+                matches[name].append({r: c.end_ns for r, c in calls.items()})
+    return unmatched, matches
 
 
 def _conversations(

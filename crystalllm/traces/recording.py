@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from crystalllm import native
-from crystalllm.calls import element_size
 from crystalllm.errors import UserError
+from crystalllm.records import element_size
 from crystalllm.traces.communication import Found
 from crystalllm.traces.groups import GroupTable, Key, Known, peer_of, root_of
 from crystalllm.traces.lanes import events_of
@@ -61,7 +61,11 @@ class RankImport:
         world = native.load().World(rank=self.rank, size=table.world_size)
         made = {}
         for known in table.groups_of(self.rank):
-            group = world.create_group(list(known.members), known.description)
+            group = world.create_group(
+                list(known.members),
+                known.description,
+                table.backend_of(known, self.trace.backend),
+            )
             made[known.key] = group
             self.identities[known.key] = group.identity, group.signature
         world.keep_records(True)

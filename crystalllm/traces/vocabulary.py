@@ -23,8 +23,6 @@ _KINDS = (
 )
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-# All members leave these together, so their ends tell clocks apart.
-ENDING_TOGETHER = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 
 _DTYPES = {
     "float": "float32",

@@ -100,6 +100,7 @@ Group& VirtualBackend::group() {
         "A communicator of ", getSize(), " ranks was given ", members.size(), " members. Rank ",
         world_->rank(), ". Give as many members as the group has ranks.");
     group_ = world_->create_group(std::move(members));
+    group_->set_backend(to_string(flavour_));
     TORCH_CHECK_VALUE(
         group_->rank() == getRank(), "This rank's place in its group is not where it says. Rank ",
         world_->rank(), " claims group rank ", getRank(), ", the member list says ",

@@ -183,6 +183,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("signature", &Group::signature)
       .def_property_readonly("identity", &Group::identity)
       .def_property_readonly("description", &Group::description)
+      .def_property_readonly("backend", &Group::backend)
       .def_property_readonly("num_collectives", &Group::num_collectives)
       .def("num_messages", &Group::num_messages, py::arg("from_rank"), py::arg("to_rank"));
 
@@ -208,12 +209,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "The first hundred invented control values: (call, key, how).")
       .def("note_invented", &World::note_invented, py::arg("what"), py::arg("how"))
       .def("create_group",
-           [](World& world, std::vector<int> members, const std::string& description) {
+           [](World& world, std::vector<int> members, const std::string& description,
+              const std::string& backend) {
              auto group = world.create_group(std::move(members));
              group->describe(description);
+             group->set_backend(backend);
              return group;
            },
-           py::arg("members"), py::arg("description") = "",
+           py::arg("members"), py::arg("description") = "", py::arg("backend") = "",
            "A communicator of these global ranks, in group order; this rank is one of them.")
       .def("record_call", &record_call, py::arg("group"), py::arg("kind"), py::kw_only(),
            py::arg("reduce_op") = "", py::arg("dtype") = "", py::arg("count") = 0,
@@ -238,46 +241,52 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("keep_buffers", &World::keep_buffers, py::arg("keep"))
       .def("mark", &World::mark, py::arg("by_hand") = true)
       .def_property_readonly("marks", &World::marks)
-      .def("set_period", &World::set_period, py::arg("prologue_marks"), py::arg("period"))
       .def("keep_contributions", &World::keep_contributions, py::arg("keep"))
       .def("take_contributions",
            [](World& world) {
              py::list found;
              for (auto& c : world.take_contributions()) {
                found.append(py::make_tuple(
-                   c.group, c.position.seq, c.position.mark, c.position.seq_in_mark, c.rank, c.peer,
-                   c.payload.dtype, py::bytes(c.payload.bytes), c.payload.splits));
+                   c.group, c.seq, c.rank, c.peer, c.payload.dtype, py::bytes(c.payload.bytes), c.payload.splits));
              }
              return found;
            },
-           "(group, seq, mark, seq_in_mark, rank, peer, dtype, bytes, splits) of each.")
-      .def_property_readonly("has_payload_source", &World::has_payload_source)
+           "(group, seq, rank, peer, dtype, bytes, splits) of each.")
+      .def_property_readonly("has_live_source", &World::has_live_source)
       .def("set_payload_source",
-           [](World& world, py::function ask) {
+           [](World& world, py::function ask, bool is_live) {
              // Called from threads without the GIL; the function outlives the world's last call.
              auto held = std::shared_ptr<py::function>(
                  new py::function(std::move(ask)), [](py::function* function) {
                    py::gil_scoped_acquire gil;
                    delete function;
                  });
-             world.set_payload_source([held](const Group& group, const Position& at,
-                                             const std::vector<int>& ranks, int peer,
-                                             const std::string& key) {
-               py::gil_scoped_acquire gil;
-               (*held)(group.identity(), at.seq, ranks, peer, key);
-             });
+             world.set_payload_source(
+                 [held](const Group& group, int64_t seq, const std::vector<int>& ranks, int peer,
+                        const std::string& key) {
+                   py::gil_scoped_acquire gil;
+                   (*held)(py::cast(&group, py::return_value_policy::reference), seq, ranks, peer,
+                           key);
+                 },
+                 is_live);
            },
-           py::arg("ask"), "ask(group, seq, ranks, peer, key) adds the payloads that it finds.")
-      .def("add_payload", &World::add_payload, py::arg("group"), py::arg("iteration"),
-           py::arg("seq"), py::arg("rank"), py::arg("peer"), py::arg("payload"))
-      .def("drop_payload", &World::drop_payload, py::arg("group"), py::arg("iteration"),
-           py::arg("seq"), py::arg("rank"), py::arg("peer"))
+           py::arg("ask"), py::kw_only(), py::arg("is_live"),
+           "ask(group, seq, ranks, peer, key) adds the payloads that it finds. A live source waits "
+           "for those that are not made yet.")
+      .def("add_payload", &World::add_payload, py::arg("group"), py::arg("seq"), py::arg("rank"),
+           py::arg("peer"), py::arg("payload"))
+      .def("drop_payload", &World::drop_payload, py::arg("group"), py::arg("seq"),
+           py::arg("rank"), py::arg("peer"))
       .def("has_payload",
-           [](const World& world, const Group& group, int64_t seq, int rank, int peer) {
-             const auto found = world.payloads(group, Position{seq, world.marks(), -1});
+           [](World& world, const Group& group, int64_t seq, int rank, int peer) {
+             if (!world.has_live_source()) {
+               world.fetch(group, seq, {rank}, peer, "");
+             }
+             const auto found = world.payloads(group, seq);
              return found != nullptr && found->count({rank, peer}) > 0;
            },
-           py::arg("group"), py::arg("seq"), py::arg("rank"), py::arg("peer") = -1);
+           py::arg("group"), py::arg("seq"), py::arg("rank"), py::arg("peer") = -1,
+           "Whether it is known already, without making a live source wait for it.");
 
   m.def("the_world", &the_world);
   m.def("set_world", &set_world, py::arg("world").none(true));

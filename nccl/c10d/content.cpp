@@ -262,7 +262,7 @@ void Peers::exchange_control(const at::Tensor& like, const at::Tensor& mine,
   if (mine.defined() && world_.keeps_contributions()) {
     const at::Tensor bytes = flat(mine).contiguous();
     world_.contribute(Contribution{
-        group_.identity(), record_.position, world_.rank(),
+        group_.identity(), record_.position.seq, world_.rank(),
         peer < 0 ? -1 : group_.global(peer),
         Payload{dtype_name(like.scalar_type()),
                 std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()),
@@ -276,8 +276,9 @@ void Peers::exchange_control(const at::Tensor& like, const at::Tensor& mine,
   }
   const bool receives = !mine.defined() && peer >= 0;
   if (!ranks.empty() &&
-      world_.fetch(group_, record_, ranks, receives ? group_.global(peer) : -1)) {
-    payloads_ = world_.payloads(group_, record_.position);
+      world_.fetch(group_, record_.position.seq, ranks, receives ? group_.global(peer) : -1,
+                   key(record_, group_))) {
+    payloads_ = world_.payloads(group_, record_.position.seq);
   }
 }
 

@@ -20,7 +20,7 @@ class Peers {
  public:
   Peers(World& world, Group& group, const CallRecord& record)
       : world_(world), group_(group), record_(record),
-        payloads_(world.payloads(group, record.position)) {}
+        payloads_(world.payloads(group, record.position.seq)) {}
 
   // tensor <- reduction over all members, this rank's share being in it. With a
   // root other than this rank it stays as it is.

@@ -41,6 +41,9 @@ class Group {
   // What the program calls it, as last heard.
   const std::string& description() const { return description_; }
   void describe(const std::string& text) { description_ = text; }
+  // Whose API the program called: "gloo" or "nccl"; "" where it is not known.
+  const std::string& backend() const { return backend_; }
+  void set_backend(const std::string& name) { backend_ = name; }
 
   Position next_collective(int64_t mark) { return advance(collective_, mark); }
   Position next_pair(int from, int to, int64_t mark) {
@@ -70,6 +73,7 @@ class Group {
   std::string signature_;
   std::string identity_;
   std::string description_;
+  std::string backend_;
   Counter collective_;
   std::map<std::pair<int, int>, Counter> pairs_;
   int sources_taken_ = 0;

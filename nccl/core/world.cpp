@@ -178,26 +178,19 @@ std::vector<CallRecord> World::take_records() {
   return std::exchange(records_, {});
 }
 
-void World::set_period(int64_t prologue_marks, int64_t period) {
+void World::add_payload(const std::string& group, int64_t seq, int rank, int peer,
+                        Payload payload) {
   std::lock_guard<std::mutex> lock(mutex_);
-  prologue_marks_ = prologue_marks;
-  period_ = period;
-}
-
-void World::add_payload(const std::string& group, int64_t iteration, int64_t seq, int rank,
-                        int peer, Payload payload) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto& call = payloads_[{group, iteration, seq}];
+  auto& call = payloads_[{group, seq}];
   if (!call) {
     call = std::make_shared<CallPayloads>();
   }
   (*call)[{rank, peer}] = std::move(payload);
 }
 
-void World::drop_payload(const std::string& group, int64_t iteration, int64_t seq, int rank,
-                         int peer) {
+void World::drop_payload(const std::string& group, int64_t seq, int rank, int peer) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto call = payloads_.find({group, iteration, seq});
+  const auto call = payloads_.find({group, seq});
   if (call != payloads_.end()) {
     call->second->erase({rank, peer});
     if (call->second->empty()) {
@@ -206,27 +199,22 @@ void World::drop_payload(const std::string& group, int64_t iteration, int64_t se
   }
 }
 
-std::shared_ptr<const World::CallPayloads> World::payloads(const Group& group,
-                                                           const Position& at) const {
+std::shared_ptr<const World::CallPayloads> World::payloads(const Group& group, int64_t seq) const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (payloads_.empty()) {
     return nullptr;
   }
-  auto found = payloads_.find({group.identity(), -1, at.seq});
-  if (found == payloads_.end() && period_ > 0 && at.mark >= prologue_marks_) {
-    found = payloads_.find(
-        {group.identity(), (at.mark - prologue_marks_) % period_, at.seq_in_mark});
-  }
+  const auto found = payloads_.find({group.identity(), seq});
   return found == payloads_.end() ? nullptr : found->second;
 }
 
-bool World::fetch(const Group& group, const CallRecord& record, const std::vector<int>& ranks,
-                  int peer) {
+bool World::fetch(const Group& group, int64_t seq, const std::vector<int>& ranks, int peer,
+                  const std::string& key) {
   if (!source_) {
     return false;
   }
   std::vector<int> missing;
-  const auto known = payloads(group, record.position);
+  const auto known = payloads(group, seq);
   for (int rank : ranks) {
     if (!known || known->count({rank, peer}) == 0) {
       missing.push_back(rank);
@@ -235,7 +223,7 @@ bool World::fetch(const Group& group, const CallRecord& record, const std::vecto
   if (missing.empty()) {
     return false;
   }
-  source_(group, record.position, missing, peer, key(record, group)); // without the lock: it waits
+  source_(group, seq, missing, peer, key); // without the lock: it waits
   return true;
 }
 

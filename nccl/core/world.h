@@ -11,7 +11,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -31,7 +30,7 @@ struct Payload {
 // What this rank itself contributed to a call whose values steer programs.
 struct Contribution {
   std::string group; // identity
-  Position position;
+  int64_t seq = 0;
   int rank = -1; // global
   int peer = -1; // global receiver of a send, else -1
   Payload payload;
@@ -104,26 +103,27 @@ class World {
   int64_t marks() const { return mark_; }
 
   // --- payloads. Ranks are global; `peer` is the receiver of a send, else -1.
-  // iteration -1: `seq` counts from the group's creation. iteration k >= 0:
-  // `seq` counts from the k-th mark of the period that begins after `prologue`
-  // marks.
-  void set_period(int64_t prologue_marks, int64_t period);
-  void add_payload(const std::string& group, int64_t iteration, int64_t seq, int rank, int peer,
-                   Payload payload);
+  void add_payload(const std::string& group, int64_t seq, int rank, int peer, Payload payload);
   // The position's payloads by (rank, peer); null where nothing is known of the call.
   using CallPayloads = std::map<std::pair<int, int>, Payload>;
-  std::shared_ptr<const CallPayloads> payloads(const Group& group, const Position& at) const;
-  void drop_payload(const std::string& group, int64_t iteration, int64_t seq, int rank, int peer);
+  std::shared_ptr<const CallPayloads> payloads(const Group& group, int64_t seq) const;
+  void drop_payload(const std::string& group, int64_t seq, int rank, int peer);
 
-  // Asked for control values that are not known yet: (group, position, global
-  // ranks that contribute them, global receiver or -1, the call's key). It adds
-  // what it finds by add_payload() and may take as long as it needs.
+  // Asked for control values that are not known yet: (group, sequence number,
+  // global ranks that contribute them, global receiver or -1, the call's key). It
+  // adds what it finds by add_payload(). A live source makes what it does not
+  // find yet and may take as long as it needs; a book has it or has it not.
   using PayloadSource = std::function<void(
-      const Group&, const Position&, const std::vector<int>&, int, const std::string&)>;
-  void set_payload_source(PayloadSource source) { source_ = std::move(source); }
+      const Group&, int64_t, const std::vector<int>&, int, const std::string&)>;
+  void set_payload_source(PayloadSource source, bool is_live) {
+    source_ = std::move(source);
+    source_is_live_ = is_live;
+  }
   bool has_payload_source() const { return static_cast<bool>(source_); }
+  bool has_live_source() const { return source_ && source_is_live_; }
   // Asks the source for those of `ranks` that are not known. True if it was asked.
-  bool fetch(const Group& group, const CallRecord& record, const std::vector<int>& ranks, int peer);
+  bool fetch(const Group& group, int64_t seq, const std::vector<int>& ranks, int peer,
+             const std::string& key);
 
   // Messages to oneself, which no peer has to invent.
   void send_to_self(int group, std::string bytes);
@@ -151,8 +151,8 @@ class World {
   bool keeps_buffers() const { return keep_buffers_ > 0; }
 
  private:
-  // Group identity, iteration, sequence number.
-  using PayloadKey = std::tuple<std::string, int64_t, int64_t>;
+  // Group identity, sequence number.
+  using PayloadKey = std::pair<std::string, int64_t>;
 
   const int rank_;
   const int size_;
@@ -174,11 +174,10 @@ class World {
   std::map<int, std::deque<std::string>> to_self_;
   int64_t mark_ = 0;
   bool marked_by_hand_ = false;
-  int64_t prologue_marks_ = 0;
-  int64_t period_ = 0;
   std::shared_ptr<ReleaseRule> rule_;
   std::map<PayloadKey, std::shared_ptr<CallPayloads>> payloads_;
   PayloadSource source_;
+  bool source_is_live_ = false;
   bool keep_contributions_ = false;
   std::vector<Contribution> contributions_;
   bool strict_ = false;

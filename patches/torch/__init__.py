@@ -12,6 +12,7 @@ from crystalllm_patches.torch import (
     object_collectives,
     optimizer_marks,
     pipeline_vote,
+    recorded_gloo,
     stores,
     zero_optimizer,
 )
@@ -31,3 +32,5 @@ PATCHES = (
     zero_optimizer.PATCH,
     zero_optimizer.PATCH_OVERLAPPED,
 )
+# Where peers are real and calls are only recorded.
+RECORDING = (recorded_gloo.PATCH, optimizer_marks.PATCH)

@@ -69,7 +69,7 @@ class _Mirror:
         members = pg._get_backend(device).crystal_group
         root = members.members[group_source]
         seq, peer = self.position(members, group_source)
-        if world.has_payload_source or world.has_payload(members, seq, root, peer):
+        if world.has_live_source or world.has_payload(members, seq, root, peer):
             return wrapped(*args, **kwargs)
         objects = self.held(pg, args, kwargs)
         where = f"{self.name} from rank {root} in group {members.identity}"

@@ -47,7 +47,7 @@ def _voting_from(module: ModuleType, step: int) -> Callable[..., Any]:
         source = stage.stage_index_to_group_rank[neighbour]
         seq = members.num_messages(source, members.rank)
         address = (members.members[source], members.members[members.rank])
-        if world.has_payload_source or world.has_payload(members, seq, *address):
+        if world.has_live_source or world.has_payload(members, seq, *address):
             return wrapped(*args, **kwargs)
         dynamic = module.InferenceMode.needs_dynamic(stage._user_meta, stage.has_backward)
         world.note_invented(f"vote of pipeline stage {neighbour}", "mirrored")

@@ -25,9 +25,9 @@ def standing_in(
     """
     payload = native.load().Payload
     for i, (dtype, value) in enumerate(messages):
-        world.add_payload(group.identity, -1, seq + i, root, peer, payload(dtype, value))
+        world.add_payload(group.identity, seq + i, root, peer, payload(dtype, value))
     try:
         yield
     finally:
         for i in range(len(messages)):
-            world.drop_payload(group.identity, -1, seq + i, root, peer)
+            world.drop_payload(group.identity, seq + i, root, peer)
