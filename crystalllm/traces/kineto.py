@@ -176,20 +176,17 @@ def _write(
     def write(table: tables.Table, columns: dict[str, list[Any]]) -> None:
         table.write(out / f"{table.name}.parquet", columns, provenance=provenance)
 
-    calls, events = _Columns(), _Columns()
+    calls: dict[str, list[Any]] = defaultdict(list)
+    events: dict[str, list[Any]] = defaultdict(list)
     for rank, one in ranks.items():
         offset = clocks.offset_ns[rank]
         for name in ("arrival_ns", "release_ns"):
             one.columns[name] = [t - offset for t in one.columns[name]]
         one.events["start_ns"] = [t - offset for t in one.events["start_ns"]]
-        keys = [one.groups[i].key for i in sorted(one.kept)]
-        identities = [one.identities[k] for k in keys]
-        one.columns["group_identity"] = [identity for identity, _ in identities]
-        one.columns["group_signature"] = [signature for _, signature in identities]
-        one.columns["group_size"] = [len(members) for members, _ in keys]
-        one.columns["group_desc"] = [one.groups[i].description for i in sorted(one.kept)]
-        calls.add(rank, one.columns)
-        events.add(rank, one.events)
+        for name, values in one.columns.items():
+            calls[name] += values
+        for name, values in one.events.items():
+            events[name] += values
     write(tables.CALLS, calls)
     write(tables.CALL_TIMES, calls)
     write(tables.EVENTS, events)
@@ -200,18 +197,6 @@ def _write(
     partial = out / f".structure.json.{os.getpid()}.partial"
     partial.write_text(text)
     partial.rename(out / "structure.json")
-
-
-class _Columns(defaultdict[str, list[Any]]):
-    """Columns of all ranks, one rank after another."""
-
-    def __init__(self) -> None:
-        super().__init__(list)
-
-    def add(self, rank: int, columns: dict[str, list[Any]]) -> None:
-        for name, values in columns.items():
-            self[name] += values
-        self["rank"] += [rank] * len(next(iter(columns.values())))
 
 
 def _rank_columns(ranks: dict[int, RankImport]) -> dict[str, list[Any]]:

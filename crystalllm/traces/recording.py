@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from crystalllm import native
 from crystalllm.errors import UserError
-from crystalllm.records import element_size
+from crystalllm.records import call_columns, element_size
 from crystalllm.traces.communication import Found
 from crystalllm.traces.groups import GroupTable, Key, Known, peer_of, root_of
 from crystalllm.traces.lanes import events_of
@@ -46,7 +47,7 @@ class RankImport:
         self.peers = [peer_of(c, g, trace) for c, g in zip(self.calls, self.groups, strict=True)]
         self.kept = set(range(len(self.calls)))
         self.num_marks = 0
-        self.columns: dict[str, list[Any]] = {}
+        self.columns: dict[str, Sequence[Any]] = {}
         self.events: dict[str, list[Any]] = {}
         self.identities: dict[Key, tuple[str, str]] = {}
 
@@ -111,13 +112,14 @@ class RankImport:
         for _ in borders[passed:]:
             world.mark()
         self.num_marks = world.marks
-        self.columns = world.take_records()
+        self.columns = call_columns(world.take_records(), world.groups, self.rank)
         parts = [
             (call, number, self._bytes(i))
             for i, (call, number) in enumerate(zip(self.calls, numbers, strict=True))
         ]
         unlinked = {id(k) for k in self.found.unlinked}
         self.events = events_of(self.trace, parts, unlinked, borders)
+        self.events["rank"] = [self.rank] * len(self.events["event"])
         self.events["mark"] = [m + ahead for m in self.events["mark"]]
 
     def _bytes(self, i: int) -> int:
