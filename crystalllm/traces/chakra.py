@@ -5,8 +5,9 @@ before it as a varint. An event becomes a node: its id is the event's ordinal,
 data_deps hold the order of its lane and the event on another lane that it comes
 after; ctrl_deps repeat the latter. (Feeders resolve data_deps only.)
 
-A group's pg_name is its ordinal in the groups table, and `comm_groups.json`
-says who is in it: ASTRA-sim looks groups up by number in such a file. The
+A group's pg_name is its ordinal in the groups table. Who is in it is said once:
+in the metadata of its members' files (`comm_group.<pg_name>`), and for all groups
+in `comm_groups.json`, where ASTRA-sim looks groups up by number. The
 transfer itself is no CPU operator, also where a CPU carries it out: simulators
 skip communication of CPU operators, which in PyTorch's traces wraps the real one.
 """
@@ -76,10 +77,11 @@ def export(capture: Path, out: Path) -> list[Path]:
         path = out / f"chakra.{rank}.et"
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         world_size = provenance.get("world_size", 0)
-        with partial.open("wb") as file:
-            _write(file, _metadata(rank, world_size))
-            for node in _nodes(capture, found, by_place, named, origin_ns):
-                _write(file, node)
+        messages = [
+            _metadata(rank, world_size, named),
+            *_nodes(capture, found, by_place, named, origin_ns),
+        ]
+        partial.write_bytes(b"".join(_varint(len(m)) + m for m in messages))
         partial.rename(path)
         paths.append(path)
     text = json.dumps(dict(named.values()), indent=1) + "\n"
@@ -87,12 +89,15 @@ def export(capture: Path, out: Path) -> list[Path]:
     return paths
 
 
-def _metadata(rank: int, world_size: int) -> bytes:
+def _metadata(rank: int, world_size: int, groups: dict[str, tuple[str, list[int]]]) -> bytes:
     attributes = [
         _attribute("crystalllm", _STRING, __version__),
         _attribute("rank", _INT64, rank),
         _attribute("world_size", _INT64, world_size),
     ]
+    for name, members in groups.values():
+        if rank in members:
+            attributes.append(_attribute(f"comm_group.{name}", _UINT32_LIST, tuple(members)))
     return _text(1, SCHEMA) + b"".join(_bytes(2, a) for a in attributes)
 
 
@@ -146,7 +151,7 @@ def _node(
         _attribute("duration_ns", _INT64, duration_ns),
     ]
     if call is not None:
-        attributes += _communication(event, call, kind, groups[call["group_identity"]])
+        attributes += _communication(event, call, kind, groups[call["group_identity"]][0])
     return b"".join(
         (
             _number(1, event["event"]),
@@ -163,15 +168,13 @@ def _node(
 
 
 def _communication(
-    event: dict[str, Any], call: dict[str, Any], kind: int, group: tuple[str, list[int]]
+    event: dict[str, Any], call: dict[str, Any], kind: int, group_name: str
 ) -> list[bytes]:
-    name, members = group
     attributes = [
         _attribute("comm_size", _INT64, event["bytes"]),
-        _attribute("pg_name", _STRING, name),
+        _attribute("pg_name", _STRING, group_name),
         _attribute("pg_identity", _STRING, call["group_identity"]),
         _attribute("pg_desc", _STRING, call["group_desc"]),
-        _attribute("involved_ranks", _UINT32_LIST, tuple(members)),
         _attribute("comm_seq", _INT64, call["seq"]),
     ]
     if kind == _COLL:
@@ -190,10 +193,6 @@ def _communication(
 
 
 # --- protobuf on the wire ---------------------------------------------------------
-
-
-def _write(file: Any, message: bytes) -> None:
-    file.write(_varint(len(message)) + message)
 
 
 def _varint(value: int) -> bytes:

@@ -89,7 +89,8 @@ def test_real_ranks_keep_their_events_sizes_and_times(tmp_path):
         assert [c["comm_type"] for c in collectives] == [COMM_TYPES[k] for k in expected["kind"]]
         sizes = [6144 * 4, 24 * 8, 384 * 4, 3392 * 4, 394241 * 4, 6144 * 4, 112 * 4, 226960 * 4]
         assert [c["comm_size"] for c in collectives] == sizes
-        assert all(c["involved_ranks"] == list(range(8)) for c in collectives)
+        assert {c["pg_name"] for c in collectives} == {"0"}
+        assert chakra.attributes(metadata)["comm_group.0"] == list(range(8))
         assert not any(c["is_cpu_op"] for c in collectives)
         # Launched by a host event, but for what was launched before the profile began.
         assert [list(n.ctrl_deps) for n in nodes] == [[a] if a >= 0 else [] for a in mine["after"]]
