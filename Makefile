@@ -1,5 +1,5 @@
 # Two commands for a newcomer, each doing all its set-up:
-#   make emulate   run the main job and show what came out
+#   make emulate   capture the main job, run one rank of it, show what came out
 #   make test      run the tests
 # STACK=gpu uses the locked requirements of the GPU stack instead.
 
@@ -9,7 +9,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 JOB ?= gpt-512
 RANK ?= 137
-OUT ?= results/$(JOB)/run
+RESULTS ?= results/$(JOB)
 
 .PHONY: emulate test lint venv build clean help
 .DEFAULT_GOAL := help
@@ -34,9 +34,18 @@ build: venv
 	@$(RUN) -c 'from crystalllm import native; print(native.build())'
 
 emulate: build
-	$(RUN) -m crystalllm run --job $(JOB) --rank $(RANK) \
-	  --record $(OUT)/rank-$(RANK).parquet --summary $(OUT)/rank-$(RANK).json
-	$(RUN) -m crystalllm calls $(OUT)/rank-$(RANK).parquet
+	@echo "Capturing $(JOB): some ranks run, the others are inferred (under a minute on 2 cores) …"
+	$(RUN) -m crystalllm capture --job $(JOB) --strategy roles --out $(RESULTS)/capture
+	$(RUN) -m crystalllm inspect $(RESULTS) --summary
+	@echo "Running rank $(RANK) with what the others really send …"
+	$(RUN) -m crystalllm run --job $(JOB) --rank $(RANK) --strict \
+	  --book $(RESULTS)/capture/payloads.parquet \
+	  --record $(RESULTS)/run/rank-$(RANK).parquet --summary $(RESULTS)/run/rank-$(RANK).json
+	$(RUN) -m crystalllm calls $(RESULTS)/run/rank-$(RANK).parquet
+	@echo "Results are in $(RESULTS). Look further with:"
+	@echo "  $(RUN) -m crystalllm inspect $(RESULTS)"
+	@echo "  $(RUN) -m crystalllm inspect $(RESULTS) --coord pp=5,tp=0"
+	@echo "  $(RUN) -m crystalllm run --job $(JOB) --rank 511 --book $(RESULTS)/capture/payloads.parquet"
 
 test: build
 	$(RUN) -m pytest -q

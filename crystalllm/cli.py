@@ -137,6 +137,35 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
     merge.set_defaults(function=_merge)
 
+    inspect = verbs.add_parser(
+        "inspect", allow_abbrev=False, help="show what a capture or a calls file holds"
+    )
+    inspect.add_argument("path", type=Path, help="results/<job>, its capture folder, or a file")
+    whom = inspect.add_mutually_exclusive_group()
+    whom.add_argument("--rank", type=int, help="show the calls of this rank")
+    whom.add_argument("--coord", metavar="pp=5,tp=0", help="show those of the rank here")
+    inspect.add_argument("--summary", action="store_true", help="roles and what is unchecked only")
+    inspect.add_argument(
+        "--limit", type=int, help="rows of each table, 0 for all (default: 50 on a terminal)"
+    )
+    inspect.set_defaults(function=_inspect)
+
+    pack = verbs.add_parser("pack", allow_abbrev=False, help="one file of a job, to send")
+    pack.add_argument("folder", type=Path, help="results/<job>, or its capture folder")
+    pack.add_argument("--out", type=Path, required=True, metavar="FILE")
+    pack.set_defaults(function=_pack)
+
+    unpack = verbs.add_parser("unpack", allow_abbrev=False, help="check and unpack such a file")
+    unpack.add_argument("file", type=Path)
+    unpack.add_argument("--out", type=Path, required=True, metavar="DIR")
+    unpack.add_argument(
+        "--trust", action="store_true", help="take payloads that could run code, after a review"
+    )
+    unpack.add_argument(
+        "--limit-gib", type=float, default=64.0, help="refuse more, unpacked (default 64)"
+    )
+    unpack.set_defaults(function=_unpack)
+
     calls = verbs.add_parser("calls", help="show the calls that run --record wrote")
     calls.add_argument("file", type=Path)
     calls.set_defaults(function=_calls)
@@ -152,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(function=_generate)
 
     bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
-    bench.add_argument("name", choices=["run"])
+    bench.add_argument("name", choices=["capture", "run"])
     bench.set_defaults(function=_bench)
     return parser
 
@@ -160,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, command: list[str] | None) -> int:
     from crystalllm.config import load_job
     from crystalllm.identity import Identity
+    from crystalllm.payload import PayloadBook
     from crystalllm.run import Program, run
 
     if args.transfer_us < 0:
@@ -178,6 +208,7 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
         job = job.model_copy(update=changes)
         identity = job.identity(args.rank)
         program = Program(command=tuple(command or job.command(iterations=args.iterations)))
+        iterations = args.iterations or job.iterations
     else:
         if args.iterations is not None:
             raise UserError(
@@ -192,10 +223,14 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
             seed=args.seed or 0,
         )
         program = Program(command=tuple(command or ()))
+        iterations = None
+    book = PayloadBook.load(args.book) if args.book is not None else None
+    extra = book.extra_periods(iterations) if book is not None and iterations else 0
     return run(
         program,
         identity,
-        book=args.book,
+        book=book,
+        extra_periods=extra,
         strict=args.strict,
         record=args.record,
         summary=args.summary,
@@ -323,9 +358,47 @@ def _export(args: argparse.Namespace, _: object) -> int:
 
 
 def _calls(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.calls import show
+    from crystalllm.show import show_calls
 
-    show(args.file)
+    show_calls(args.file)
+    return 0
+
+
+def _inspect(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.show import show
+
+    show(
+        args.path,
+        rank=args.rank,
+        coordinates=args.coord,
+        summary=args.summary,
+        limit=args.limit,
+    )
+    return 0
+
+
+def _pack(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.sharing.pack import pack
+
+    manifest = pack(args.folder, args.out)
+    num_scrubbed = sum(entry["count"] for entry in manifest["scrubbed"])
+    print(
+        f"{len(manifest['files'])} files in {args.out}, {args.out.stat().st_size:,} bytes; "
+        f"{num_scrubbed} secrets and names removed, {len(manifest['left_out'])} files left out: "
+        "its manifest.json lists them"
+    )
+    return 0
+
+
+def _unpack(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.sharing.unpack import unpack
+
+    limit_bytes = round(args.limit_gib * (1 << 30))
+    manifest = unpack(args.file, args.out, trust=args.trust, limit_bytes=limit_bytes)
+    print(
+        f"{len(manifest['files'])} files in {args.out}, made by crystalllm "
+        f"{manifest.get('crystalllm')} with torch {manifest.get('torch')}"
+    )
     return 0
 
 
@@ -355,7 +428,7 @@ def _generate(args: argparse.Namespace, _: object) -> int:
 
 
 def _bench(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.bench import run
+    from crystalllm.bench import capture, run
 
-    run.main()
+    {"capture": capture, "run": run}[args.name].main()
     return 0

@@ -22,6 +22,7 @@ def enter(
     identity: Identity,
     *,
     book: PayloadBook | Path | None = None,
+    extra_periods: int = 0,
     strict: bool = False,
     keep_records: bool = False,
     transfer_ns: int = 0,
@@ -35,6 +36,8 @@ def enter(
     Args:
         identity: Who to be.
         book: What virtual peers really send, where that is known.
+        extra_periods: How much longer the run is than the one that the book is
+            from (`PayloadBook.extra_periods`).
         strict: Refuse control values that are not in the book.
         keep_records: Keep a record of every call, for `world().take_records()`.
         transfer_ns: Every call ends so long after its arrival.
@@ -55,7 +58,7 @@ def enter(
         module.reset_stores()
         module.set_world(world)
         if book is not None:
-            book.serve(module, world)
+            book.serve(module, world, extra_periods=extra_periods)
         if not logical_local_rank:
             _name_existing_device(identity)
         import crystalllm_patches

@@ -18,6 +18,7 @@ from typing import Any
 from crystalllm import tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Axis, Layout
+from crystalllm.sharing import restricted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class PayloadBook:
     Args:
         period: Iteration marks after which the calls repeat; 0 if unknown.
         num_marks: Iteration marks of the run that the entries are from.
+        iterations: That it was told to run; 0 if unknown.
         layout: How ranks and groups move; None if every rank was captured.
         representatives: By rank, the captured one that speaks for it.
     """
@@ -65,6 +67,7 @@ class PayloadBook:
     entries: list[Entry] = field(default_factory=list)
     period: int = 0
     num_marks: int = 0
+    iterations: int = 0
     layout: Layout | None = None
     representatives: Sequence[int] = ()
 
@@ -84,6 +87,7 @@ class PayloadBook:
             provenance={
                 "period": self.period,
                 "num_marks": self.num_marks,
+                "iterations": self.iterations,
                 "layout": axes,
                 "representatives": list(self.representatives),
             },
@@ -91,7 +95,13 @@ class PayloadBook:
 
     @classmethod
     def load(cls, path: Path) -> PayloadBook:
-        """Reads a book. Values stay bytes: nothing is unpickled here."""
+        """Reads a book. Values stay bytes: nothing is unpickled here.
+
+        Raises:
+            UserError: It cannot be read, or is a stranger's and could run code.
+        """
+        if restricted.is_untrusted(path.parent):
+            restricted.check_table(path)
         table, provenance = tables.PAYLOADS.read(path)
         entries = [Entry(**{**row, "splits": tuple(row["splits"])}) for row in table.to_pylist()]
         axes = provenance.get("layout")
@@ -99,25 +109,30 @@ class PayloadBook:
             entries,
             period=provenance.get("period", 0),
             num_marks=provenance.get("num_marks", 0),
+            iterations=provenance.get("iterations", 0),
             layout=Layout(tuple(Axis(*a) for a in axes)) if axes is not None else None,
             representatives=tuple(provenance.get("representatives", ())),
         )
 
-    def extra_periods(self, num_marks: int) -> int:
-        """How many periods a run of `num_marks` marks has more than the captured one.
+    def extra_periods(self, iterations: int) -> int:
+        """How many periods a run of so many iterations has more than the captured one.
 
         Raises:
             UserError: No whole number, so that iterations would not line up.
         """
-        extra = num_marks - self.num_marks
-        if extra and (not self.period or extra % self.period):
+        if not self.iterations or iterations == self.iterations:
+            return 0
+        # Skipped optimizer steps before the body cost a mark or two.
+        marks_per_iteration = max(1, round(self.num_marks / self.iterations))
+        extra = (iterations - self.iterations) * marks_per_iteration
+        if not self.period or extra % self.period:
             raise UserError(
                 "The payload book has no values for a run of this length",
-                where=f"{num_marks} iteration marks; captured with {self.num_marks}, period "
-                f"{self.period}",
+                where=f"{iterations} iterations; captured with {self.iterations}, which set "
+                f"{self.num_marks} marks, period {self.period} marks",
                 do="Choose iterations that differ from the captured ones by whole periods",
             )
-        return extra // self.period if extra else 0
+        return extra // self.period
 
     def serve(self, module: ModuleType, world: Any, *, extra_periods: int = 0) -> None:
         """Makes the entries what `world`'s virtual peers send.

@@ -35,4 +35,4 @@ def element_size(dtype: str) -> int:
     if dtype == "bool" or dtype.startswith("float8"):
         return 1
     digits = "".join(c for c in dtype if c.isdigit())
-    return int(digits) // 8
+    return int(digits or 0) // 8

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from crystalllm import __version__, logical, tables
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
+from crystalllm.payload import PayloadBook
 from crystalllm.records import call_columns
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -102,7 +103,8 @@ def run(
     program: Program,
     identity: Identity,
     *,
-    book: Path | None = None,
+    book: PayloadBook | Path | None = None,
+    extra_periods: int = 0,
     strict: bool = False,
     record: Path | None = None,
     summary: Path | None = None,
@@ -115,6 +117,7 @@ def run(
         program: What to run.
         identity: Which rank to be.
         book: Payload book; without one, control values are mirrored.
+        extra_periods: As in `logical.enter`.
         strict: Refuse control values that the book does not have.
         record: Where to write the calls (a `calls` table; times beside it).
         summary: Where to write what happened, as JSON.
@@ -137,6 +140,7 @@ def run(
     logical.enter(
         identity,
         book=book,
+        extra_periods=extra_periods,
         strict=strict,
         keep_records=record is not None,
         transfer_ns=transfer_ns,

@@ -79,31 +79,62 @@ class Table:
         finally:
             partial.unlink(missing_ok=True)
 
-    def read(self, path: Path) -> tuple[pa.Table, dict[str, Any]]:
+    def read(
+        self,
+        path: Path,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Sequence[tuple[str, str, Any]] | None = None,
+    ) -> tuple[pa.Table, dict[str, Any]]:
         """Reads a file of this kind.
+
+        Args:
+            path: The file.
+            columns: Only these; all by default.
+            filters: Only rows that meet all of these, as pyarrow writes them;
+                row groups without such rows are not read.
 
         Returns:
             The table and its provenance.
 
         Raises:
-            UserError: Missing, not Parquet, another table, or another version.
+            UserError: Missing, not Parquet, another table, another version,
+                broken metadata, or values missing.
+        """
+        provenance = self.provenance(path)
+        names = [c.name for c in self.columns] if columns is None else list(columns)
+        try:
+            # One file, never a folder that lies there: no data set is looked for.
+            table = pq.read_table(path, columns=names, filters=filters, partitioning=None)
+            table.validate(full=True)
+        except _BROKEN as error:
+            raise _unreadable(path, error) from error
+        if empty := [name for name in names if _has_null(table[name])]:
+            raise UserError(
+                "A table lacks values",
+                where=f"File {path}, columns {', '.join(empty)}",
+                do="Write it again; every value must be there",
+            )
+        return table, provenance
+
+    def provenance(self, path: Path) -> dict[str, Any]:
+        """Provenance of a file of this kind; its rows are not read.
+
+        Raises:
+            UserError: As `read`, but for the values.
         """
         expected = f"{self.name}/{self.version}"
-        try:
-            table = pq.read_table(path)
-        except FileNotFoundError:
+        if not path.exists():
             raise UserError(
                 f"There is no {self.name} table here",
                 where=f"File {path}",
                 do="Check the path, or run the stage that writes it",
-            ) from None
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(
-                "A table cannot be read",
-                where=f"File {path}: {str(error).splitlines()[0]}",
-                do="Write it again; it is truncated or no Parquet file",
-            ) from error
-        metadata = table.schema.metadata or {}
+            )
+        try:
+            schema = pq.read_schema(path)
+        except _BROKEN as error:
+            raise _unreadable(path, error) from error
+        metadata = schema.metadata or {}
         found = metadata.get(_TABLE, b"none").decode(errors="replace")
         if found != expected:
             raise UserError(
@@ -111,19 +142,58 @@ class Table:
                 where=f"File {path}: {found} instead of {expected}",
                 do="Pass the right file, or write it again with this version",
             )
-        missing = [c.name for c in self.columns if c.name not in table.column_names]
+        missing = [c.name for c in self.columns if c.name not in schema.names]
+        twice = [c.name for c in self.columns if schema.names.count(c.name) > 1]
         wrong = [
             c.name
             for c in self.columns
-            if c.name not in missing and table.schema.field(c.name).type != c.type
+            if c.name not in (*missing, *twice) and schema.field(c.name).type != c.type
         ]
-        if missing or wrong:
+        if missing or wrong or twice:
             raise UserError(
                 "A table's columns are not those of its version",
-                where=f"File {path}: missing {missing}, of another type {wrong}",
+                where=f"File {path}: missing {missing}, of another type {wrong}, twice {twice}",
                 do="Write it again",
             )
-        return table, json.loads(metadata.get(_PROVENANCE, b"{}"))
+        try:
+            provenance = json.loads(metadata.get(_PROVENANCE, b"{}"))
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(path, error) from error
+        if not isinstance(provenance, dict):
+            raise _unreadable(path, TypeError("its provenance is no JSON object"))
+        return provenance
+
+
+# What pyarrow raises on damaged files, by the place of the damage.
+_BROKEN = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, MemoryError)
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return UserError(
+        "A table cannot be read",
+        where=f"File {path}: {reason}",
+        do="Write it again; it is truncated, damaged or no Parquet file",
+    )
+
+
+def _has_null(values: pa.Array | pa.ChunkedArray) -> bool:
+    """Whether a value is missing, inside lists and maps too."""
+    chunks = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
+    for chunk in chunks:
+        if chunk.null_count:
+            return True
+        if pa.types.is_map(chunk.type):
+            inner = [chunk.keys, chunk.items]
+        elif pa.types.is_list(chunk.type):
+            inner = [chunk.flatten()]
+        elif pa.types.is_dictionary(chunk.type):
+            inner = [chunk.dictionary]
+        else:
+            inner = []
+        if any(map(_has_null, inner)):
+            return True
+    return False
 
 
 def _array(values: Any, type: pa.DataType) -> pa.Array | pa.ChunkedArray:
@@ -356,6 +426,16 @@ ALL = (
     EDGES,
     SPLITS,
 )
+
+
+def table_in(path: Path) -> Table | None:
+    """Which table of this version a file holds, by its metadata; None if none of them."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except _BROKEN:
+        return None
+    found = metadata.get(_TABLE, b"").decode(errors="replace")
+    return next((t for t in ALL if f"{t.name}/{t.version}" == found), None)
 
 
 def document() -> str:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crystalllm import __version__, native, warm
-from crystalllm.capture import artifacts, roles
+from crystalllm import __version__, artifacts, native, warm
+from crystalllm.capture import results, roles
 from crystalllm.capture.broker import Broker, StandIn, nobody
 from crystalllm.capture.captured import Captured
 from crystalllm.config import Job
@@ -79,14 +79,15 @@ def capture(
     strategy = _strategy(job, strategy, ranks, shard)
     for rank in ranks or ():
         job.identity(rank)  # refuses ranks outside the world before anything runs
-    program = Program(command=job.command(iterations=iterations or job.capture_iterations))
+    iterations = iterations or job.capture_iterations or job.iterations
+    program = Program(command=job.command(iterations=iterations))
     digest = _digest(job, program)
     work = out.parent / ".work" / "capture" / digest / strategy
     work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warm.prepare()
     ranks_left = _Ranks(job, program, work, parallel, limit_s, progress)
-    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     if strategy == "roles":
         found = roles.explore(
             ranks_left.run,
@@ -101,10 +102,10 @@ def capture(
         if shard is not None:
             wanted = wanted[shard[0] :: shard[1]]
             ranks_left.run(wanted)
-            return _write_piece(out, ranks_left, digest, shard)
+            return _write_piece(out, ranks_left, digest, iterations, shard)
         ranks_left.run(wanted)
         found = roles.every_rank(learnt, ranks_left.captured)
-    return _finish(job, program, out, ranks_left.captured, found, strategy, eager_bytes)
+    return _finish(job, program, iterations, out, ranks_left.captured, found, strategy, eager_bytes)
 
 
 def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) -> dict[str, Any]:
@@ -146,9 +147,9 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
             where=f"Folder {pieces[0]}",
             do="Pass the job that they were captured with, or capture again",
         )
-    learnt = artifacts.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
+    learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     found = roles.every_rank(learnt, captured)
-    return _finish(job, program, out, captured, found, "all", eager_bytes)
+    return _finish(job, program, first["iterations"], out, captured, found, "all", eager_bytes)
 
 
 def identity_of(members: tuple[int, ...], creation: int) -> str:
@@ -225,6 +226,7 @@ def _strategy(
 def _finish(
     job: Job,
     program: Program,
+    iterations: int,
     out: Path,
     captured: dict[int, Captured],
     found: roles.Roles,
@@ -233,8 +235,8 @@ def _finish(
 ) -> dict[str, Any]:
     import torch
 
-    world = artifacts.understand(job, captured, found, identity_of)
-    warnings = artifacts.check_matching(world, eager_bytes=eager_bytes)
+    world = results.understand(job, iterations, captured, found, identity_of)
+    warnings = results.check_matching(world, eager_bytes=eager_bytes)
     for warning in warnings:
         log.warning("%s", warning)
     provenance = {
@@ -246,10 +248,12 @@ def _finish(
         "world_size": job.world_size,
         "strategy": strategy,
     }
-    return artifacts.write(world, out, provenance=provenance, warnings=warnings)
+    return results.write(world, out, provenance=provenance, warnings=warnings)
 
 
-def _write_piece(out: Path, ranks: _Ranks, digest: str, shard: tuple[int, int]) -> dict[str, Any]:
+def _write_piece(
+    out: Path, ranks: _Ranks, digest: str, iterations: int, shard: tuple[int, int]
+) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     captured = sorted(ranks.captured)
     for rank in captured:
@@ -258,6 +262,7 @@ def _write_piece(out: Path, ranks: _Ranks, digest: str, shard: tuple[int, int]) 
         "crystalllm": __version__,
         "digest": digest,
         "command": list(ranks.program.command),
+        "iterations": iterations,
         "shard": shard[0],
         "num_shards": shard[1],
         "ranks": captured,
@@ -268,9 +273,10 @@ def _write_piece(out: Path, ranks: _Ranks, digest: str, shard: tuple[int, int]) 
 
 def _read_piece(folder: Path) -> dict[str, Any]:
     path = folder / "piece.json"
+    names = ("digest", "command", "iterations", "shard", "num_shards", "ranks")
     try:
         piece = json.loads(path.read_text())
-        return {k: piece[k] for k in ("digest", "command", "shard", "num_shards", "ranks")}
+        return {k: piece[k] for k in names}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             "This is no piece of a capture",

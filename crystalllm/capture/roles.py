@@ -48,7 +48,8 @@ class Roles:
         representatives: By rank, the captured rank that speaks for it; itself
             where it was captured.
         checked: Inferred ranks that then ran, and did what had been inferred.
-        num_sampled: Ranks that ran to check what had been inferred.
+        num_sampled: Of those that ran to check, how many were drawn at random from
+            all; some more make sure that every role was checked.
         num_inferred: Inferred ranks before those ran.
         corrections: Ranks that had been inferred wrongly.
     """
@@ -117,13 +118,14 @@ class _Explorer:
         self._fill_cells()
 
         inferred = [r for r in range(self.layout.world_size) if r not in self.captured]
-        sample = sorted(random.Random(seed).sample(inferred, min(num_checks, len(inferred))))
-        corrections = self._check(sample)
-        representatives = self._representatives()
+        chance = random.Random(seed)
+        sample = chance.sample(inferred, min(num_checks, len(inferred)))
+        also = self._one_of_each_role(sample, inferred, chance) if num_checks else []
+        corrections = self._check(sorted([*sample, *also]))
         return Roles(
             layout=self.layout,
-            representatives=representatives,
-            checked=frozenset(sample) - frozenset(corrections),
+            representatives=self._representatives(),
+            checked=frozenset([*sample, *also]) - frozenset(corrections),
             num_sampled=len(sample),
             num_inferred=len(inferred),
             corrections=tuple(corrections),
@@ -313,6 +315,17 @@ class _Explorer:
     def _spokesman(self, ranks: Sequence[int]) -> int:
         """The first rank of a cell that does what most of its captured ranks do."""
         return max(ranks, key=lambda r: (sum(self._same(r, other) for other in ranks), -r))
+
+    def _one_of_each_role(
+        self, sample: Sequence[int], inferred: Sequence[int], chance: random.Random
+    ) -> list[int]:
+        """An inferred rank of every role that the sample left out."""
+        speakers = self._representatives()
+        by_role: dict[str, list[int]] = {}
+        for rank in inferred:
+            by_role.setdefault(self.captured[speakers[rank]].keys_digest, []).append(rank)
+        seen = {self.captured[speakers[rank]].keys_digest for rank in sample}
+        return [chance.choice(ranks) for role, ranks in by_role.items() if role not in seen]
 
     # --- checking ---------------------------------------------------------------------
 

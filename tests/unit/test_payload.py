@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import crystalllm
 from crystalllm import logical, native
 from crystalllm.errors import UserError
+from crystalllm.layout import Layout
 from crystalllm.payload import Entry, PayloadBook
 from crystalllm.warm import RankError
 
@@ -107,26 +107,83 @@ def test_some_payloads_and_mirrors_mix(virtual):
     assert virtual(program, rank=2, world=8, book=book) == (1000 + 7, 1)
 
 
-def test_positions_repeat_with_the_period(virtual):
-    book = PayloadBook(prologue_marks=1, period=2)
-    book.add(_entry(0, 0, -1))  # before the first mark
-    for iteration in range(2):
-        for seq in range(2):
-            book.add(_entry(seq, 0, 10 * iteration + seq, iteration=iteration))
-
-    def receive():
-        x = torch.zeros(1, dtype=torch.int64)
+def _receive(n=1):
+    x = torch.zeros(1, dtype=torch.int64)
+    received = []
+    for _ in range(n):
         dist.broadcast(x, src=0)
-        return x.item()
+        received.append(x.item())
+    return received
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (0, [-1, 0, 1, 10, 11, 99]),
+        # The last captured period stands for those that were not captured.
+        (2, [-1, 0, 1, 10, 11, 10, 11, 10, 11, 99]),
+        (-1, [-1, 0, 1, 99]),
+    ],
+)
+def test_longer_and_shorter_runs_find_their_values(virtual, extra, expected):
+    # One call before, two periods of two calls, and one call at the end.
+    counter = {"body_end": 5, "per_period": 2}
+    values = [-1, 0, 1, 10, 11, 99]
+    book = PayloadBook([_entry(seq, 0, v, **counter) for seq, v in enumerate(values)])
+    book.period, book.num_marks, book.iterations = 1, 3, 3
 
     def program():
-        seen = [receive()]
-        for _ in range(5):
-            crystalllm.step()
-            seen += [receive(), receive()]
+        module = native.load()
+        book.serve(module, logical.world(), extra_periods=book.extra_periods(3 + extra))
+        return _receive(len(expected))
+
+    assert virtual(program, rank=1, world=8, strict=True) == expected
+
+
+def test_a_run_that_does_not_line_up_with_the_period_is_refused():
+    book = PayloadBook(period=3, num_marks=9, iterations=9)
+    assert book.extra_periods(12) == 1
+    assert PayloadBook(period=6, num_marks=18, iterations=9).extra_periods(6) == -1
+    with pytest.raises(UserError, match=r"no values for a run of this length\. 10 iterations"):
+        book.extra_periods(10)
+
+
+def test_messages_between_a_pair_count_for_themselves(virtual):
+    counter = {"peer": 2, "body_end": 2, "per_period": 1}
+    book = PayloadBook([_entry(seq, 1, v, **counter) for seq, v in enumerate([5, 6, 7])])
+
+    def program():
+        book.serve(native.load(), logical.world(), extra_periods=1)
+        x = torch.zeros(1, dtype=torch.int64)
+        seen = []
+        for _ in range(4):
+            dist.recv(x, 1)
+            seen.append(x.item())
         return seen
 
-    assert virtual(program, rank=1, world=8, book=book) == [-1, 0, 1, 10, 11, 0, 1, 10, 11, 0, 1]
+    assert virtual(program, rank=2, world=8, strict=True) == [5, 6, 6, 7]
+
+
+def test_inferred_ranks_speak_through_their_representative(virtual):
+    # 2 x 4 ranks; groups of four neighbours. Ranks 4 to 7 do what 0 to 3 do.
+    layout = Layout.of_sizes([("tp", 4), ("dp", 2)])
+    of_group = f"{native.load().digest([0, 1, 2, 3])}#0"
+    entries = [
+        Entry(group=of_group, seq=0, rank=r, dtype="int64", value=_longs(10 * r)) for r in range(4)
+    ]
+    entries.append(Entry(group=of_group, seq=0, rank=1, peer=2, dtype="int64", value=_longs(1000)))
+    book = PayloadBook(entries, layout=layout, representatives=[0, 1, 2, 3] * 2)
+
+    def program():
+        group = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])][1]
+        out = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(out, torch.tensor([-1]), group=group)
+        x = torch.zeros(1, dtype=torch.int64)
+        dist.recv(x, 5, group=group)
+        return [o.item() for o in out], x.item()
+
+    # Its own value is its own; the others' are those of ranks 0, 1 and 3.
+    assert virtual(program, rank=6, world=8, book=book, strict=True) == ([0, 10, -1, 30], 1000)
 
 
 def test_store_keys_come_from_the_book(virtual):
@@ -186,15 +243,19 @@ def test_a_book_survives_its_file(tmp_path):
         [
             _entry(3, 1, 5, splits=(1, 2)),
             Entry(store_key="k", value=b"\0\xff"),
-            _entry(0, 2, 1, peer=4, iteration=1),
+            _entry(0, 2, 1, peer=4, body_end=7, per_period=2),
         ],
-        prologue_marks=2,
         period=3,
+        num_marks=9,
+        iterations=9,
+        layout=Layout.of_sizes([("tp", 2), ("dp", 4)]),
+        representatives=(0, 1, 0, 1, 0, 1, 0, 1),
     )
     book.save(tmp_path / "book.parquet")
     loaded = PayloadBook.load(tmp_path / "book.parquet")
-    assert set(loaded.entries) == set(book.entries)
-    assert (loaded.prologue_marks, loaded.period) == (2, 3)
+    for either in (loaded, book):
+        either.entries.sort(key=repr)
+    assert loaded == book
     loaded.save(tmp_path / "again.parquet")
     assert (tmp_path / "again.parquet").read_bytes() == (tmp_path / "book.parquet").read_bytes()
 

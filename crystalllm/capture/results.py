@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from crystalllm import graph, tables
+from crystalllm import artifacts, graph, tables
 from crystalllm.capture import matching
 from crystalllm.capture.captured import Captured
 from crystalllm.capture.iterations import Structure, find, segments
@@ -33,6 +32,7 @@ class World:
 
     Args:
         job: Whose world.
+        iterations: That its program was told to run.
         captured: What captured ranks left.
         roles: Who speaks for whom.
         groups: By rank, its groups.
@@ -41,6 +41,7 @@ class World:
     """
 
     job: Job
+    iterations: int
     captured: Mapping[int, Captured]
     roles: Roles
     groups: Mapping[int, Groups]
@@ -57,6 +58,7 @@ class World:
 
 def understand(
     job: Job,
+    iterations: int,
     captured: Mapping[int, Captured],
     roles: Roles,
     identity_of: Callable[[tuple[int, ...], int], str],
@@ -94,7 +96,7 @@ def understand(
                 segments(left.keys, left.marks), num_marks=left.num_marks, rank=rank
             )
         structures[rank] = by_digest[left.keys_digest]
-    return World(job, captured, roles, groups, structures, role_of)
+    return World(job, iterations, captured, roles, groups, structures, role_of)
 
 
 def check_matching(world: World, *, eager_bytes: int) -> list[str]:
@@ -134,14 +136,8 @@ def write(
     )
     structure = _structure(world, book, provenance, warnings)
     text = json.dumps(structure, indent=2, sort_keys=True) + "\n"
-    write_atomically(out / "structure.json", text.encode())
+    artifacts.write_atomically(out / "structure.json", text.encode())
     return structure
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    partial.rename(path)
 
 
 def book_of(world: World) -> PayloadBook:
@@ -150,6 +146,7 @@ def book_of(world: World) -> PayloadBook:
     book = PayloadBook(
         period=period,
         num_marks=max((c.num_marks for c in world.captured.values()), default=0),
+        iterations=world.iterations,
         layout=None if len(world.captured) == len(world.groups) else world.roles.layout,
         representatives=[world.speaker(r) for r in world.ranks]
         if len(world.captured) < len(world.groups)
@@ -318,6 +315,7 @@ def _structure(
         "chance_unseen": {str(k): round(roles.chance_unseen(k), 6) for k in (1, 10, 100)},
         "num_invented": sum(left.num_invented for left in world.captured.values()),
         "num_payloads": len(book.entries),
+        "iterations": world.iterations,
         "num_marks": book.num_marks,
         "prologue_marks": max((s.prologue_marks for s in world.structures.values()), default=0),
         "period": book.period,
