@@ -116,6 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--limit", type=float, default=600.0, help="seconds for one rank")
     capture.set_defaults(function=_capture)
 
+    imports = verbs.add_parser(
+        "import", allow_abbrev=False, help="make a captured baseline of a real run's Kineto traces"
+    )
+    imports.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="one per rank")
+    imports.add_argument("--out", type=Path, required=True, help="folder")
+    imports.add_argument("--world-size", type=int, help="where no trace says it")
+    imports.set_defaults(function=_import)
+
+    export = verbs.add_parser(
+        "export", allow_abbrev=False, help="write Chakra execution traces of captured ranks"
+    )
+    export.add_argument("capture", type=Path, help="folder that capture or import wrote")
+    export.add_argument("--out", type=Path, required=True, help="folder")
+    export.set_defaults(function=_export)
+
     merge = verbs.add_parser("merge", allow_abbrev=False, help="join the pieces of a capture")
     merge.add_argument("pieces", type=Path, nargs="+", help="folders of capture --shard")
     merge.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
@@ -321,6 +336,27 @@ def _ranks(text: str) -> list[int]:
                 do="Write such as 0,5,8-11",
             ) from None
     return ranks
+
+
+def _import(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.traces.kineto import import_traces
+
+    structure = import_traces(args.traces, args.out, world_size=args.world_size)
+    left_out = sum(structure["calls_left_out"].values())
+    print(
+        f"{structure['num_captured']} of {structure['world_size']} ranks imported, "
+        f"{structure['num_distinct']} of them different; {left_out} calls left out that not all "
+        f"profiles saw; results in {args.out}"
+    )
+    return 0
+
+
+def _export(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.traces.chakra import export
+
+    paths = export(args.capture, args.out)
+    print(f"{len(paths)} execution traces in {args.out}")
+    return 0
 
 
 def _calls(args: argparse.Namespace, _: object) -> int:

@@ -1,0 +1,1 @@
+"""Traces of other tools: Kineto traces come in, Chakra execution traces go out."""
