@@ -117,7 +117,7 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
     Raises:
         UserError: A piece is missing, damaged, or of another job or program.
     """
-    captured: dict[int, Captured] = {}
+    files: dict[int, Path] = {}
     first: dict[str, Any] | None = None
     seen = set()
     for folder in pieces:
@@ -132,8 +132,7 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
                     do="Merge pieces of one job, program and version",
                 )
         seen.add(piece["shard"])
-        for rank in piece["ranks"]:
-            captured[rank] = Captured.read(folder / f"rank-{rank}.arrow")
+        files.update({rank: folder / f"rank-{rank}.arrow" for rank in piece["ranks"]})
     missing = sorted(set(range(first["num_shards"] if first else 0)) - seen)
     if first is None or missing:
         raise UserError(
@@ -150,6 +149,7 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
             where=f"Folder {pieces[0]}",
             do="Pass the job that they were captured with, or capture again",
         )
+    captured = {rank: Captured.read(path) for rank, path in sorted(files.items())}
     learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     found = roles.every_rank(learnt, captured)
     return _finish(job, program, first["iterations"], out, captured, found, "all", eager_bytes)
@@ -162,7 +162,11 @@ def identity_of(members: tuple[int, ...], creation: int) -> str:
 
 @dataclass
 class _Ranks:
-    """Captured ranks, kept in files as they come."""
+    """Captured ranks, kept in files as they come.
+
+    An earlier capture's ranks are taken from their files when they are asked for,
+    so that a resumed capture is the one that was not interrupted.
+    """
 
     job: Job
     program: Program
@@ -173,19 +177,20 @@ class _Ranks:
     progress: Progress
     captured: dict[int, Captured] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for path in self.work.glob("rank-*.arrow"):
-            left = Captured.read(path)
-            self.captured[left.rank] = left
-
     def run(self, wanted: Sequence[int], stand_in: StandIn = nobody) -> None:
         """Captures those of `wanted` that are not there yet, and whom they need."""
 
         def keep(rank: int, data: bytes) -> None:
-            path = self.work / f"rank-{rank}.arrow"
-            artifacts.write_atomically(path, data)
-            self.captured[rank] = Captured.from_bytes(data, where=f"File {path}")
+            artifacts.write_atomically(self._path(rank), data)
+            self.captured[rank] = Captured.from_bytes(data, where=f"File {self._path(rank)}")
             self.report(wanted)
+
+        def recall(rank: int) -> Captured | None:
+            if not self._path(rank).exists():
+                return None
+            self.captured[rank] = left = Captured.read(self._path(rank))
+            self.report(wanted)
+            return left
 
         self.report(wanted)
         Broker(
@@ -195,15 +200,19 @@ class _Ranks:
             parallel=self.parallel or len(os.sched_getaffinity(0)),
             limit_s=self.limit_s,
             on_done=keep,
-            known=[c for left in self.captured.values() for c in left.contributions],
-            done=self.captured,
+            known=list(self.captured.values()),
+            recall=recall,
             stand_in=stand_in,
             keep_memory=self.keep_memory,
         ).run(wanted)
 
     def report(self, wanted: Sequence[int]) -> None:
-        left = sum(r not in self.captured for r in wanted)
-        self.progress(len(self.captured), len(self.captured) + left)
+        others = [r for r in wanted if r not in self.captured]
+        kept = sum(self._path(r).exists() for r in others)
+        self.progress(len(self.captured) + kept, len(self.captured) + len(others))
+
+    def _path(self, rank: int) -> Path:
+        return self.work / f"rank-{rank}.arrow"
 
 
 def _strategy(

@@ -61,6 +61,7 @@ class _Child:
     buffer: bytearray = field(default_factory=bytearray)
     wants: list[_Want] | None = None  # while it waits
     call: str = ""  # what it waits in
+    spoken_for: set[int] = field(default_factory=set)  # whose values came from others
 
 
 class Broker:
@@ -72,8 +73,8 @@ class Broker:
         output: Gives a file to which a rank's output goes.
         parallel: Ranks that compute at a time.
         limit_s: Seconds that one rank may take in all.
-        known: Contributions of ranks that were captured before.
-        done: Ranks that were captured before.
+        known: What earlier ranks of this capture left.
+        recall: Gives what a rank left in an earlier, interrupted capture, or None.
         on_done: Called with each rank and what it left, as soon as it is there.
         stand_in: Who speaks for ranks that have not run.
         keep_memory: Keep every allocation as an event.
@@ -88,16 +89,21 @@ class Broker:
         parallel: int,
         limit_s: float,
         on_done: Callable[[int, bytes], None],
-        known: Iterable[Contribution] = (),
-        done: Iterable[int] = (),
+        known: Iterable[Captured] = (),
+        recall: Callable[[int], Captured | None] = lambda rank: None,
         stand_in: StandIn = nobody,
         keep_memory: bool = False,
     ) -> None:
         self.identity, self.program, self.output = identity, program, output
         self.parallel, self.limit_s, self.on_done = parallel, limit_s, on_done
         self.stand_in, self.keep_memory = stand_in, keep_memory
-        self.values = {c.address: c for c in known}
-        self.done = set(done)
+        self.recall = recall
+        self.values: dict[Address, Contribution] = {}
+        self.done: set[int] = set()
+        for left in known:
+            self._learn(left)
+        # They speak for themselves, whatever has run already when they are asked.
+        self.themselves = set(self.done)
         self.pending: deque[int] = deque()
         self.children: dict[int, _Child] = {}
         self.selector = selectors.DefaultSelector()
@@ -109,13 +115,15 @@ class Broker:
             UserError: A rank failed, died, ran too long, or needs a value that
                 nobody makes; says which and why. No child is left.
         """
-        self.pending.extend(r for r in ranks if r not in self.done)
+        self.pending.extend(ranks)
+        self.themselves.update(self.pending)
         try:
             while self.pending or self.children:
                 while self.pending and self._num_computing() < self.parallel:
                     self._start(self.pending.popleft())
-                self._check_stuck()
-                self._wait_for_messages()
+                if self.children:
+                    self._check_stuck()
+                    self._wait_for_messages()
         finally:
             for child in list(self.children.values()):
                 os.kill(child.pid, signal.SIGKILL)
@@ -128,6 +136,12 @@ class Broker:
 
     def _start(self, rank: int) -> None:
         if rank in self.done or rank in self.children:
+            return
+        if (left := self.recall(rank)) is not None:
+            self._learn(left)
+            for other in left.heard:
+                self._start_next(other)
+            self._answer_waiting()
             return
         ours, theirs = socket.socketpair()
         pid = warm.fork()
@@ -193,16 +207,22 @@ class Broker:
             self.on_done(child.rank, rest[0])
         elif kind == "failed":
             self._reap(child)
+            do = "Mend the program, or run this rank alone with python -m crystalllm run"
+            if child.spoken_for:
+                do += (
+                    f". If it compares what ranks sent: {len(child.spoken_for)} that did not run "
+                    f"(such as rank {min(child.spoken_for)}) spoke through others; --strategy all "
+                    "runs them"
+                )
             raise UserError(
                 f"A logical rank failed: {rest[0]}",
                 where=f"Rank {child.rank}, output in {self.output(child.rank)}",
-                do="Mend the program, or run this rank alone with python -m crystalllm run",
+                do=do,
             )
         self._answer_waiting()
 
     def _served_by(self, members: tuple[int, ...], creation: int, asked: Address) -> Address:
-        rank = asked[2]
-        if asked in self.values or rank in self.done or rank in self.children:
+        if asked[2] in self.themselves:
             return asked
         other = self.stand_in(members, creation, asked)
         if other is None or (other not in self.values and other[2] in self.done):
@@ -215,6 +235,10 @@ class Broker:
                 self.pending.remove(rank)
             self.pending.appendleft(rank)
 
+    def _learn(self, left: Captured) -> None:
+        self.done.add(left.rank)
+        self.values.update((c.address, c) for c in left.contributions)
+
     def _answer_waiting(self) -> None:
         for child in self.children.values():
             if child.wants is not None and all(w.served in self.values for w in child.wants):
@@ -222,7 +246,10 @@ class Broker:
                 for want in child.wants:
                     group, seq, rank, peer = want.asked
                     value = self.values[want.served]
-                    found.append(replace(value, group=group, seq=seq, rank=rank, peer=peer))
+                    if want.served[2] != rank:
+                        child.spoken_for.add(rank)
+                    given = replace(value, group=group, seq=seq, rank=rank, peer=peer)
+                    found.append((want.served[2], given))
                 child.wants = None
                 _send(child.channel, found)
 
@@ -303,6 +330,7 @@ def _capture(
     if keep_memory:
         world.keep_memory()
     made: list[Contribution] = []
+    heard: set[int] = set()
     payload = native.load().Payload
 
     def publish() -> None:
@@ -315,7 +343,8 @@ def _capture(
         publish()
         addresses = [(group.identity, seq, rank, peer) for rank in ranks]
         _send(channel, ("want", tuple(group.members), group.creation, addresses, key))
-        for c in _receive(channel):
+        for speaker, c in _receive(channel):
+            heard.add(speaker)
             value = payload(c.dtype, c.value, list(c.splits))
             world.add_payload(c.group, c.seq, c.rank, c.peer, value)
 
@@ -326,7 +355,7 @@ def _capture(
         if stop.code not in (None, 0):
             raise
     publish()
-    return Captured.of_world(world, made)
+    return Captured.of_world(world, made, heard)
 
 
 # --- messages ------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,7 @@ class Captured:
         num_marks: Iteration marks that it set.
         num_invented: Control values that had to be invented all the same.
         keys_digest: Of its call records: equal for ranks of one role.
+        heard: Captured ranks whose control values it was given.
         parts: By name, the tables calls, call_times, events, event_times,
             groups (in the order of creation) and payloads (its contributions).
     """
@@ -76,10 +77,13 @@ class Captured:
     num_marks: int
     num_invented: int
     keys_digest: str
+    heard: tuple[int, ...]
     parts: dict[str, pa.Table]
 
     @classmethod
-    def of_world(cls, world: Any, contributions: Sequence[Contribution]) -> Captured:
+    def of_world(
+        cls, world: Any, contributions: Sequence[Contribution], heard: Iterable[int] = ()
+    ) -> Captured:
         """From the logical world of the rank itself."""
         rank = world.rank
         events = world.event_columns()
@@ -105,7 +109,7 @@ class Captured:
             "payloads": _table(tables.PAYLOADS, _payload_columns(contributions)),
         }
         digest = hashlib.sha256("\n".join(records["key"]).encode()).hexdigest()[:16]
-        return cls(rank, world.marks, world.num_invented, digest, parts)
+        return cls(rank, world.marks, world.num_invented, digest, tuple(sorted(heard)), parts)
 
     @property
     def num_calls(self) -> int:
@@ -146,6 +150,7 @@ class Captured:
             "num_marks": self.num_marks,
             "num_invented": self.num_invented,
             "keys_digest": self.keys_digest,
+            "heard": self.heard,
         }
         sink = pa.BufferOutputStream()
         for table in _PARTS:
@@ -176,7 +181,7 @@ class Captured:
                 if parts[table.name].schema.remove_metadata() != table.schema:
                     raise ValueError(f"the columns of {table.name} are not those of its version")
                 parts[table.name].validate(full=True)
-            return cls(parts=parts, **head)
+            return cls(parts=parts, heard=tuple(head.pop("heard")), **head)
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 "What a capture left of a rank cannot be read",
