@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from crystalllm import __version__, logical, tables
+from crystalllm import __version__, logical, table, tables
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
 from crystalllm.payload import PayloadBook
@@ -131,7 +131,7 @@ def run(
         if path is not None:
             _check_writable(path)
     if record is not None:
-        tables.prepare()
+        table.prepare()
     ending = _Ending(program, identity, record, summary)
     # Registered before the program's own handlers, so that it runs after them.
     atexit.register(ending.finish)

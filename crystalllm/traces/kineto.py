@@ -18,6 +18,7 @@ from typing import Any
 
 from crystalllm import __version__, tables
 from crystalllm.errors import UserError
+from crystalllm.table import Table
 from crystalllm.traces.clocks import Clocks, estimate
 from crystalllm.traces.communication import Found, communication_of
 from crystalllm.traces.groups import GroupTable, Known
@@ -173,7 +174,7 @@ def _write(
     provenance = {k: structure[k] for k in ("crystalllm", "source", "world_size")}
     out.mkdir(parents=True, exist_ok=True)
 
-    def write(table: tables.Table, columns: dict[str, list[Any]]) -> None:
+    def write(table: Table, columns: dict[str, list[Any]]) -> None:
         table.write(out / f"{table.name}.parquet", columns, provenance=provenance)
 
     calls: dict[str, list[Any]] = defaultdict(list)

@@ -155,8 +155,9 @@ def test_futures_that_nobody_keeps_complete_too(virtual):
             work = dist.all_reduce(torch.ones(3), async_op=True)
             work.get_future().then(lambda f: done.append(1))
             del work
-        dist.barrier()
-        time.sleep(0.2)
+        deadline = time.monotonic() + 30  # of a loaded machine
+        while len(done) < 2000 and time.monotonic() < deadline:
+            time.sleep(0.01)
         return len(done)
 
     assert virtual(program, world=8, transfer_ns=30_000, limit_s=60) == 2000
