@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,10 +258,16 @@ def _capture(args: argparse.Namespace, _: object) -> int:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("capture")
 
+        said_at = 0.0
+
         def progress(done: int, total: int) -> None:
+            nonlocal said_at
             bar.update(task, completed=done, total=total)
-            if not console.is_terminal:
+            # A log wants a line per rank of a small world, and of a large one now and then.
+            is_due = total <= 20 or done == total or time.monotonic() > said_at + 5
+            if not console.is_terminal and is_due:
                 print(f"captured {done} of {total} ranks", file=sys.stderr, flush=True)
+                said_at = time.monotonic()
 
         found = capture(
             job,
