@@ -32,13 +32,20 @@ class Graph:
     edges: pd.DataFrame
 
 
-def build(events: pa.Table, calls: pa.Table, *, members: Mapping[str, Sequence[int]]) -> Graph:
+def build(
+    events: pa.Table,
+    calls: pa.Table,
+    *,
+    members: Mapping[str, Sequence[int]],
+    eager_bytes: int = 0,
+) -> Graph:
     """The graph of all captured ranks.
 
     Args:
         events: Rows of the `events` table, by rank and then in order.
         calls: Rows of the `calls` table of the same ranks.
         members: Global ranks of each group, by identity.
+        eager_bytes: A send of up to so many bytes ends by itself.
     """
     e = events.to_pandas()
     # Memory has no dependencies of its own.
@@ -48,13 +55,14 @@ def build(events: pa.Table, calls: pa.Table, *, members: Mapping[str, Sequence[i
     edges = [_program_edges(e), _after_edges(e)]
 
     # The communication event of each call, and the waits for it.
-    comm = e[e["kind"].str.startswith("COMM")][["rank", "call", "node"]]
+    comm = e[e["kind"].str.startswith("COMM")][["rank", "call", "node", "bytes"]]
     c = c.merge(comm, on=["rank", "call"], how="left", validate="one_to_one")
     c["match"] = len(e) + c["meeting"]
     # Who waits for the root only goes on as soon as that one has come, whoever else is late.
     roots = c[c["root"] == "me"].set_index("meeting")["node"]
     c["ends_by"] = c["match"].where(c["needs"] != Ends.ROOT, c["meeting"].map(roots))
-    c.loc[c["needs"] == Ends.SELF, "ends_by"] = np.nan
+    is_eager = (c["kind"] == "send") & (c["bytes"] <= eager_bytes) & (eager_bytes > 0)
+    c.loc[(c["needs"] == Ends.SELF) | is_eager, "ends_by"] = np.nan
     edges.append(_edges(c["node"], c["match"], "enter"))
     waits = e[(e["kind"] == "WAIT") & (e["call"] >= 0)][["rank", "call", "node"]]
     waits = _over_batches(waits, c)

@@ -10,6 +10,7 @@ import pytest
 from crystalllm import graph, tables
 from crystalllm.capture import capture
 from crystalllm.config import Job
+from crystalllm.errors import UserError
 
 # Rank 0 hands the broadcast's end on to rank 2, which joins it only then.
 PROGRAM = """
@@ -167,3 +168,32 @@ def test_the_order_of_a_lane_is_kept(world):
         program = world.edges[world.edges["kind"] == "program"]
         pairs = set(zip(program["source"], program["target"], strict=True))
         assert set(itertools.pairwise(numbers)) <= pairs
+
+
+BUFFERED = """
+import torch, torch.distributed as dist
+import crystalllm
+dist.init_process_group("gloo")
+for _ in range(4):
+    dist.send(torch.ones(4), 1 - dist.get_rank())
+    dist.recv(torch.ones(4), 1 - dist.get_rank())
+    crystalllm.step()
+"""
+
+
+def test_a_program_that_relies_on_buffering(virtual, tmp_path):  # NVIDIA/nccl#479
+    (tmp_path / "train.py").write_text(BUFFERED)
+    job = Job(program=str(tmp_path / "train.py"), world_size=2)
+    folder = tmp_path / "job" / "capture"
+    with pytest.raises(UserError, match=r"rank 0 in call 0 .* rank 1 in call 0"):
+        capture(job, folder, strategy="all")
+    (warning,) = capture(job, folder, strategy="all", eager_bytes=16)["warnings"]
+    assert "relies on buffering" in warning
+    world = World(folder)
+    assert nx.is_directed_acyclic_graph(world.graph)
+    for node in world.of("send"):
+        (wait,) = world.after(node, "wait")
+        assert world.before(wait, "leave") == []
+    for node in world.of("recv"):
+        (wait,) = world.after(node, "wait")
+        assert world.before(wait, "leave") == [world.match(node)]

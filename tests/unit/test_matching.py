@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crystalllm.capture import matching
+from crystalllm.capture import capture, matching
+from crystalllm.config import Job
 from crystalllm.errors import UserError
 from crystalllm.records import element_size
 
@@ -448,6 +449,56 @@ def test_uneven_parts_are_the_same_for_everybody():
                 assert world.check() == []
             else:
                 world.refuse("rank 0 in call 0 .* and rank 1 in call 0 ")
+
+
+# --- captured programs ------------------------------------------------------------------
+
+CAPTURED = """
+import torch, torch.distributed as dist
+import crystalllm
+dist.init_process_group("{backend}")
+rank = dist.get_rank()
+for _ in range(4):
+    {body}
+    crystalllm.step()
+"""
+
+
+@pytest.fixture
+def captured(virtual, tmp_path):
+    def run(body, backend="gloo"):
+        script = tmp_path / "train.py"
+        script.write_text(CAPTURED.format(backend=backend, body=body))
+        job = Job(program=str(script), world_size=2)
+        return capture(job, tmp_path / "job" / "capture", strategy="all")
+
+    return run
+
+
+def test_rows_of_another_width_with_equal_bytes(captured):
+    # Rank 1 sends and receives rows of three elements, rank 0 single ones.
+    captured(
+        "x, i = (torch.ones(4, 3), [1, 3]) if rank else (torch.ones(9), [3, 6])\n"
+        "    y, o = (torch.ones(5, 3), [2, 3]) if rank else (torch.ones(6), [3, 3])\n"
+        "    dist.all_to_all_single(y, x, o, i)"
+    )
+
+
+def test_rows_of_another_width_with_equal_splits(captured):
+    with pytest.raises(UserError, match="what one sends and the other expects"):
+        captured(
+            "x, i = torch.ones(3, 2 + rank), [2 - rank, 1 + rank]\n"
+            "    dist.all_to_all_single(torch.zeros_like(x), x, i, i)"
+        )
+
+
+@both_backends
+def test_a_batch_to_oneself(captured, backend):
+    captured(
+        "ops = [dist.P2POp(f, torch.ones(2), rank) for f in (dist.isend, dist.irecv)]\n"
+        "    for work in dist.batch_isend_irecv(ops): work.wait()",
+        backend,
+    )
 
 
 # --- any program ----------------------------------------------------------------------
