@@ -383,7 +383,7 @@ FSDP_TP_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
-    capture_iterations=4,
+    capture_iterations=3,
     parallelism=Parallelism(tp=8, dp=64),
     cluster="h200-64x8",
 )
@@ -396,7 +396,7 @@ GPT_JOB = Job(
     world_size=512,
     ranks_per_node=8,
     iterations=10,
-    capture_iterations=4,
+    capture_iterations=3,
     parallelism=Parallelism(tp=4, pp=8, dp=16),
     cluster="h200-64x8",
 )

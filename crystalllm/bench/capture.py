@@ -64,7 +64,10 @@ def _capture(job: Job, strategy: str) -> _Measured:
         command = [sys.executable, "-m", "crystalllm", "capture", "--job", str(path)]
         start = time.monotonic()
         process = subprocess.Popen(
-            [*command, "--strategy", strategy, "--out", str(out)], stderr=subprocess.PIPE, text=True
+            [*command, "--strategy", strategy, "--out", str(out)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         memory = _Memory(process.pid)
         try:
