@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from crystalllm.config import GPT_JOB, LARGE_GPT_JOB, Job
 
 _LIMIT_S = 1800.0
-_SAMPLE_EVERY_S = 0.25
+_SAMPLE_EVERY_S = 2.0  # each sample reads the page tables of all ranks that run
 
 
 @dataclass(frozen=True)
