@@ -1,0 +1,188 @@
+// The engine behind replay.h. One thread, max-plus arithmetic on integers: a
+// lane runs until it waits for something that is not determined yet, and whoever
+// determines it puts the lane back into the queue.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "replay/replay.h"
+
+namespace crystal::replay {
+
+struct Failure : std::runtime_error {
+  Failure(int code, const std::string& what) : std::runtime_error(what), code(code) {}
+  int code;
+};
+
+// How long things take. Draws depend on what is drawn, not on when.
+class Durations {
+ public:
+  void set(const int64_t* ns, const double* spread, const int64_t* drain, int32_t n, uint64_t seed);
+  int32_t size() const { return static_cast<int32_t>(ns_.size()); }
+  // `entity` is a rank or a communicator, `count` says which of its durations.
+  int64_t get(int32_t cls, uint64_t entity, uint64_t count) const {
+    return spread_[cls] == 0.0 ? ns_[cls] : draw(cls, entity, count);
+  }
+  int64_t drain(int32_t cls) const { return drain_[cls]; }
+
+ private:
+  int64_t draw(int32_t cls, uint64_t entity, uint64_t count) const;
+
+  std::vector<int64_t> ns_;
+  std::vector<double> spread_;
+  std::vector<int64_t> drain_;
+  uint64_t seed_ = 0;
+};
+
+// Rounded half up, as the reference does.
+int64_t scaled(int64_t ns, double factor);
+
+struct Program {
+  std::vector<crystal_lane> lanes;
+  std::vector<crystal_instruction> instructions;
+  int32_t num_handles = 0;
+  int32_t num_channels = 0;
+};
+
+class Engine {
+ public:
+  int add_program(Program program);
+  void set_communicators(const int32_t* sizes, int32_t n);
+  void add_ranks(int32_t n, const int32_t* programs, const int64_t* begin,
+                 const int32_t* connections);
+  Durations& durations() { return durations_; }
+  void set_rank_factors(const double* factors);
+  void set_link_factors(const double* factors);
+  void watch(int32_t rank);
+
+  void run(int32_t num_iterations);
+
+  int64_t num_participations() const { return num_participations_; }
+  const std::vector<int64_t>& marks(int32_t rank) const { return marks_.at(rank); }
+  const std::vector<crystal_breakdown>& breakdown(int32_t rank) const { return parts_.at(rank); }
+  std::vector<int64_t> lane_ends(int32_t rank) const;
+  const std::vector<crystal_event>& events() const { return events_; }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  // A call of a rank that has not been waited for yet.
+  struct Handle {
+    int64_t arrival = 0;
+    int32_t instance = kNone;
+    int32_t cls = 0;
+    uint8_t ends = 0;
+    bool is_message = false;
+  };
+  struct Lane {
+    int64_t t = 0;
+    const crystal_instruction* at = nullptr;
+    const crystal_instruction* section_end = nullptr;
+    int32_t rank = 0;
+    int32_t iteration = 0;
+    int32_t next = kNone; // in a list of waiters
+    bool is_done = false;
+    bool waits_in_channel = false;
+    Handle waits_for; // while it waits for a call
+    crystal_breakdown parts{};
+  };
+  // One communication that some participants have reached.
+  struct Instance {
+    int64_t last_arrival = 0;
+    int64_t root_arrival = -1;
+    int64_t transfer = 0; // of participants that end with all
+    int32_t comm = kNone;
+    int32_t seq = 0;
+    int32_t arrived = 0;
+    int32_t refs = 0;
+    int32_t form = 0;
+    int32_t first_lane = kNone;
+    int32_t first_call = 0;
+    int32_t wait_for_all = kNone;  // lanes
+    int32_t wait_for_root = kNone; // lanes
+    int32_t next = kNone;          // open ones of the communicator, or free ones
+    bool is_complete = false;
+  };
+  struct Communicator {
+    int32_t size = 0;
+    int32_t first = kNone; // open instances, by sequence number
+    int32_t last = kNone;
+  };
+  struct Connection {
+    int32_t comm = kNone;
+    int32_t seq = 0;
+  };
+  struct Channel {
+    std::deque<int64_t> times;
+    int32_t waiter = kNone;
+  };
+  struct Rank {
+    int32_t program = 0;
+    int64_t first_lane = 0;
+    int64_t first_connection = 0;
+    int32_t num_connections = 0;
+    int64_t first_handle = 0;
+    int64_t first_channel = 0;
+    bool is_watched = false;
+  };
+
+  void reset(int32_t num_iterations);
+  // Until the lane waits, ends, or has had its turn.
+  void advance(int32_t lane);
+  bool next_section(Lane& lane) const;
+  Handle post(int32_t lane, const crystal_instruction& i);
+  int32_t open_instance(int32_t comm, int32_t seq, int32_t lane, const crystal_instruction& i);
+  void complete(int32_t instance);
+  void wake(int32_t* list, int32_t instance);
+  // True if the end of the call is known; the lane has it then.
+  bool take_end(Lane& lane, const Handle& handle);
+  bool is_determined(const Handle& handle) const;
+  int64_t end_of(const Handle& handle, int64_t* start) const;
+  int64_t transfer_of(int32_t cls, int32_t comm, int32_t seq) const;
+  void release(int32_t instance);
+  void note(int32_t lane, const crystal_instruction& i, const Handle& handle);
+  void settle_notes(int32_t instance, bool whole);
+
+  [[noreturn]] void report_mismatch(const Instance& instance, int32_t lane,
+                                    const crystal_instruction& i) const;
+  [[noreturn]] void report_deadlock() const;
+  std::string describe(int32_t lane) const;
+  int32_t who_is_missing(int32_t lane) const;
+
+  std::vector<Program> programs_;
+  std::vector<Communicator> comms_;
+  std::vector<Rank> ranks_;
+  std::vector<Connection> connections_;
+  std::vector<Handle> handles_;
+  std::vector<Channel> channels_;
+  std::vector<Lane> lanes_;
+  std::vector<Instance> instances_;
+  int32_t free_instance_ = kNone;
+  Durations durations_;
+  std::vector<double> rank_factors_;
+  std::vector<double> link_factors_;
+  std::vector<int32_t> queue_; // ring of lanes that can go on
+  size_t queue_begin_ = 0;
+  size_t queue_size_ = 0;
+  std::vector<int32_t> woken_;
+  int32_t num_iterations_ = 0;
+  int64_t num_participations_ = 0;
+  std::vector<std::vector<int64_t>> marks_;
+  std::vector<std::vector<crystal_breakdown>> parts_;
+  std::vector<crystal_event> events_;
+  struct Note {
+    size_t event;
+    Handle handle;
+  };
+  std::unordered_map<int32_t, std::vector<Note>> notes_; // by instance
+
+  void put_last(int32_t lane);
+  int32_t take_next();
+};
+
+} // namespace crystal::replay

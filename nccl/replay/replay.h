@@ -1,0 +1,149 @@
+/* The replay engine: when do the calls of thousands of ranks start and end?
+ *
+ * A world is ranks that follow programs. A program is lanes (host threads,
+ * streams), each a sequence of instructions; lanes of a rank meet in channels,
+ * ranks meet in communicators. All times are integer nanoseconds. Results depend
+ * on the programs and durations alone, not on the order in which the engine works.
+ *
+ * Calls return 0, or a negative crystal_replay_error whose message
+ * crystal_replay_message() gives. A world belongs to one thread at a time except
+ * where a call says otherwise.
+ */
+#ifndef CRYSTAL_REPLAY_H
+#define CRYSTAL_REPLAY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CRYSTAL_REPLAY_API __attribute__((visibility("default")))
+
+typedef enum {
+  CRYSTAL_REPLAY_INVALID = -1,  /* an argument names nothing that there is */
+  CRYSTAL_REPLAY_MISMATCH = -2, /* two ranks make calls that do not fit together */
+  CRYSTAL_REPLAY_DEADLOCK = -3, /* ranks wait and nobody can go on */
+  CRYSTAL_REPLAY_MEMORY = -4,   /* out of memory */
+} crystal_replay_error;
+
+/* What an instruction does with its lane, which is free at time t. */
+typedef enum {
+  CRYSTAL_OP_RUN = 0,    /* t += duration of class `cls` */
+  CRYSTAL_OP_POST = 1,   /* arrives at a call at t; the lane goes on at once */
+  CRYSTAL_OP_COMM = 2,   /* the same, and the lane goes on at the call's end */
+  CRYSTAL_OP_WAIT = 3,   /* t = max(t, end of the call posted with `handle`) */
+  CRYSTAL_OP_SIGNAL = 4, /* puts t into channel `slot` of the rank */
+  CRYSTAL_OP_AWAIT = 5,  /* t = max(t, the next time out of channel `slot`) */
+  CRYSTAL_OP_MARK = 6,   /* an iteration of the rank ends at t */
+} crystal_op;
+
+/* How one participant's end follows from the arrivals (crystalllm/rules.py). */
+typedef enum {
+  CRYSTAL_ENDS_ALL = 0,        /* last arrival of all + transfer */
+  CRYSTAL_ENDS_ROOT = 1,       /* max(own arrival, the root's) + transfer */
+  CRYSTAL_ENDS_SELF = 2,       /* own arrival + transfer */
+  CRYSTAL_ENDS_AFTER_DATA = 3, /* max(own arrival, the root's + transfer) + drain: an
+                                  eager message's receiver, its sender being the root */
+} crystal_ends;
+
+/* The participant is the root (of a rooted collective, or an eager sender). */
+#define CRYSTAL_FLAG_ROOT 1
+/* The call is a message between two: waiting for the other side is bubble. */
+#define CRYSTAL_FLAG_MESSAGE 2
+
+typedef struct {
+  uint8_t op;     /* crystal_op */
+  uint8_t ends;   /* crystal_ends, of POST and COMM */
+  uint16_t flags; /* CRYSTAL_FLAG_… */
+  int32_t slot;   /* connection of the rank (POST, COMM), or its channel */
+  int32_t handle; /* of POST, COMM and WAIT: below the program's num_handles */
+  int32_t cls;    /* duration class of RUN; transfer class of POST and COMM */
+  int32_t form;   /* of POST and COMM: equal for calls that fit together */
+  int32_t call;   /* number that messages give; >= 0 */
+} crystal_instruction;
+
+/* Where a lane's instructions lie: prologue, body (repeated) and epilogue follow
+ * one another. */
+typedef struct {
+  int64_t begin;
+  int32_t prologue;
+  int32_t body;
+  int32_t epilogue;
+} crystal_lane;
+
+typedef struct crystal_replay crystal_replay;
+
+CRYSTAL_REPLAY_API crystal_replay* crystal_replay_new(void);
+/* Any state; NULL is fine. */
+CRYSTAL_REPLAY_API void crystal_replay_free(crystal_replay*);
+/* What the last call that failed had to say; valid until the next one. */
+CRYSTAL_REPLAY_API const char* crystal_replay_message(const crystal_replay*);
+
+/* A role's program; its number comes back. */
+CRYSTAL_REPLAY_API int crystal_replay_add_program(
+    crystal_replay*, const crystal_lane* lanes, int32_t num_lanes,
+    const crystal_instruction* instructions, int64_t num_instructions, int32_t num_handles,
+    int32_t num_channels);
+/* Communicators, by the number of participants; pairs for messages are communicators
+ * of two. Called once. */
+CRYSTAL_REPLAY_API int crystal_replay_set_communicators(
+    crystal_replay*, const int32_t* num_participants, int32_t num_communicators);
+/* The next rank (from 0): its program, and the communicator of each of its connections. */
+CRYSTAL_REPLAY_API int crystal_replay_add_ranks(
+    crystal_replay*, int32_t num_ranks, const int32_t* programs, const int64_t* connection_begin,
+    const int32_t* connections);
+
+/* Durations by class, in ns, >= 0. `spread` widens a class to a lognormal of this
+ * sigma around the duration, drawn by (seed, class, rank or communicator, count);
+ * 0 is constant. `drain` is what an eager receiver adds. */
+CRYSTAL_REPLAY_API int crystal_replay_set_durations(
+    crystal_replay*, const int64_t* duration_ns, const double* spread, const int64_t* drain_ns,
+    int32_t num_classes, uint64_t seed);
+/* Factor on the rank's RUN durations (rounded half up); NULL for 1. */
+CRYSTAL_REPLAY_API int crystal_replay_set_rank_factors(crystal_replay*, const double* factors);
+/* Factor on the transfers of each communicator; NULL for 1. */
+CRYSTAL_REPLAY_API int crystal_replay_set_link_factors(crystal_replay*, const double* factors);
+
+/* Keeps arrival, start and end of every call of a rank. */
+CRYSTAL_REPLAY_API int crystal_replay_watch(crystal_replay*, int32_t rank);
+
+/* Goes through prologue, `num_iterations` bodies and epilogue of all ranks. */
+CRYSTAL_REPLAY_API int crystal_replay_run(crystal_replay*, int32_t num_iterations);
+
+/* After a run. */
+CRYSTAL_REPLAY_API int64_t crystal_replay_num_participations(const crystal_replay*);
+/* Marks of a rank, in order. */
+CRYSTAL_REPLAY_API int64_t crystal_replay_marks(
+    const crystal_replay*, int32_t rank, int64_t* at_ns, int64_t capacity);
+/* When each lane of a rank ended. */
+CRYSTAL_REPLAY_API int64_t crystal_replay_lane_ends(
+    const crystal_replay*, int32_t rank, int64_t* at_ns, int64_t capacity);
+/* Where the time before each mark of a rank went, on the lane that marks. */
+typedef struct {
+  int64_t compute_ns; /* RUN */
+  int64_t host_ns;    /* waits for another lane of the rank (launches) */
+  int64_t wait_ns;    /* waits for the last participant of a collective, or its root */
+  int64_t bubble_ns;  /* waits for the other side of a message */
+  int64_t exposed_ns; /* waits for transfers */
+} crystal_breakdown;
+CRYSTAL_REPLAY_API int64_t crystal_replay_breakdown(
+    const crystal_replay*, int32_t rank, crystal_breakdown* parts, int64_t capacity);
+/* Calls of watched ranks, in the order of the rank's lanes. */
+typedef struct {
+  int32_t rank;
+  int32_t lane;
+  int32_t iteration; /* 0 is the prologue, k the k-th body, n + 1 the epilogue */
+  int32_t call;
+  int64_t arrival_ns;
+  int64_t start_ns; /* of the transfer */
+  int64_t end_ns;
+} crystal_event;
+CRYSTAL_REPLAY_API int64_t crystal_replay_events(
+    const crystal_replay*, crystal_event* events, int64_t capacity);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
