@@ -32,13 +32,20 @@ class Graph:
     edges: pd.DataFrame
 
 
-def build(events: pa.Table, calls: pa.Table, *, members: Mapping[str, Sequence[int]]) -> Graph:
+def build(
+    events: pa.Table,
+    calls: pa.Table,
+    *,
+    members: Mapping[str, Sequence[int]],
+    eager_bytes: int = 0,
+) -> Graph:
     """The graph of all captured ranks.
 
     Args:
         events: Rows of the `events` table, by rank and then in order.
         calls: Rows of the `calls` table of the same ranks.
         members: Global ranks of each group, by identity.
+        eager_bytes: A send of up to so many bytes ends by itself.
     """
     e = events.to_pandas()
     # Memory has no dependencies of its own.
@@ -48,15 +55,20 @@ def build(events: pa.Table, calls: pa.Table, *, members: Mapping[str, Sequence[i
     edges = [_program_edges(e), _after_edges(e)]
 
     # The communication event of each call, and the waits for it.
-    comm = e[e["kind"].str.startswith("COMM")][["rank", "call", "node"]]
+    comm = e[e["kind"].str.startswith("COMM")][["rank", "call", "node", "bytes"]]
     c = c.merge(comm, on=["rank", "call"], how="left", validate="one_to_one")
     c["match"] = len(e) + c["meeting"]
+    # Who waits for the root only goes on as soon as that one has come, whoever else is late.
+    roots = c[c["root"] == "me"].set_index("meeting")["node"]
+    c["ends_by"] = c["match"].where(c["needs"] != Ends.ROOT, c["meeting"].map(roots))
+    is_eager = (c["kind"] == "send") & (c["bytes"] <= eager_bytes) & (eager_bytes > 0)
+    c.loc[(c["needs"] == Ends.SELF) | is_eager, "ends_by"] = np.nan
     edges.append(_edges(c["node"], c["match"], "enter"))
     waits = e[(e["kind"] == "WAIT") & (e["call"] >= 0)][["rank", "call", "node"]]
     waits = _over_batches(waits, c)
     edges.append(_edges(waits["node_call"], waits["node"], "wait"))
-    ended = waits[waits["needs_others"]]
-    edges.append(_edges(ended["match"], ended["node"], "leave"))
+    ended = waits[waits["ends_by"].notna()]
+    edges.append(_edges(ended["ends_by"], ended["node"], "leave"))
 
     of_events = pd.DataFrame(
         {
@@ -130,11 +142,9 @@ def _meetings(calls: pd.DataFrame, members: Mapping[str, Sequence[int]]) -> pd.D
     c["meeting"] = c.groupby(keys, sort=True).ngroup()
     sizes = c["group_identity"].map({identity: len(m) for identity, m in members.items()})
     c["participants"] = np.where(is_send | is_recv, 2, sizes)
-    needs = {
-        (kind, root): ends(kind, is_root=root == "me") is not Ends.SELF
-        for kind, root in set(zip(c["kind"], c["root"], strict=True))
-    }
-    c["needs_others"] = [needs[pair] for pair in zip(c["kind"], c["root"], strict=True)]
+    pairs = list(zip(c["kind"], c["root"], strict=True))
+    needs = {(kind, root): ends(kind, is_root=root == "me") for kind, root in set(pairs)}
+    c["needs"] = [needs[pair] for pair in pairs]
     return c
 
 
@@ -171,7 +181,7 @@ def _after_edges(e: pd.DataFrame) -> pd.DataFrame:
 
 def _over_batches(waits: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """Waits with every call that each ends: a wait for one call of a batch is for all."""
-    columns = ["rank", "call", "batch", "node", "match", "needs_others"]
+    columns = ["rank", "call", "batch", "node", "ends_by"]
     single = waits.merge(calls[columns], on=["rank", "call"], how="inner", suffixes=("", "_call"))
     batched = single[single["batch"] >= 0][["rank", "node", "batch"]].merge(
         calls[columns].rename(columns={"node": "node_call"}), on=["rank", "batch"]

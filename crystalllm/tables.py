@@ -199,8 +199,8 @@ EDGES = Table(
             "kind",
             TEXT,
             "program (order on a lane), launch (host to stream), record (event to wait), wait "
-            "(call to the wait for it), enter (call to its communication), leave (communication "
-            "to the wait that it ends)",
+            "(call to the wait for it), enter (call to its communication), leave (communication, "
+            "or the root's call where only that is waited for, to the wait that it ends)",
         ),
     ),
 )

@@ -262,7 +262,9 @@ def _finish(
         "world_size": job.world_size,
         "strategy": strategy,
     }
-    return results.write(world, out, provenance=provenance, warnings=warnings)
+    return results.write(
+        world, out, provenance=provenance, warnings=warnings, eager_bytes=eager_bytes
+    )
 
 
 def _write_piece(

@@ -8,9 +8,12 @@ comes, or ranks that wait for each other in a circle.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from crystalllm.capture.captured import Captured
 from crystalllm.errors import UserError
@@ -31,9 +34,8 @@ class Call:
         root: Group rank, or -1.
         peer_offset: Modulo the group's size, or -1.
         batch: Calls of one batch start together, or -1.
-        lane: Host thread or stream.
         num_bytes: Of a message.
-        in_splits, out_splits: Explicit split sizes.
+        in_splits, out_splits: Elements for and of each peer; empty if equal.
         key: The call record as text.
     """
 
@@ -45,7 +47,6 @@ class Call:
     root: int
     peer_offset: int
     batch: int
-    lane: str
     num_bytes: int
     in_splits: tuple[int, ...]
     out_splits: tuple[int, ...]
@@ -59,6 +60,26 @@ class Program:
     calls: tuple[Call, ...]
     lanes: tuple[tuple[tuple[int, bool], ...], ...]
     backends: tuple[str, ...]  # of each group
+
+    @cached_property
+    def before(self) -> dict[int, int]:
+        """By call, the one before it on the same communicator, if on another lane.
+
+        NCCL's communicators run calls in the order in which all threads together made them.
+        """
+        found: dict[int, int] = {}
+        if len(self.lanes) > 1:
+            lane_of = {
+                n: i for i, lane in enumerate(self.lanes) for n, is_wait in lane if not is_wait
+            }
+            last: dict[int, int] = {}
+            for call in self.calls:
+                if self.backends[call.group] == "nccl":
+                    previous = last.get(call.group, call.number)
+                    if lane_of[previous] != lane_of[call.number]:
+                        found[call.number] = previous
+                    last[call.group] = call.number
+        return found
 
     @classmethod
     def of(cls, left: Captured) -> Program:
@@ -74,10 +95,9 @@ class Program:
                 root=place[row["group"]].get(row["root_rank"], -1),
                 peer_offset=row["peer_offset"],
                 batch=row["batch"],
-                lane=str(row["stream"]),
                 num_bytes=row["count"] * element_size(row["dtype"]),
-                in_splits=tuple(row["in_splits"]),
-                out_splits=tuple(row["out_splits"]),
+                in_splits=_in_elements(row["in_splits"], row["in_elements"], row),
+                out_splits=_in_elements(row["out_splits"], row["out_elements"], row),
                 key=row["key"],
             )
             for row in left.parts["calls"].to_pylist()
@@ -92,6 +112,16 @@ class Program:
         return cls(
             calls, tuple(map(tuple, lanes.values())), tuple(g["backend"] for g in left.groups)
         )
+
+
+def _in_elements(splits: Sequence[int], elements: int, row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Split sizes in elements: all_to_all_single counts rows, other calls elements."""
+    if row["count"] >= 0:
+        return ()
+    if not splits:
+        return (elements // row["group_size"],) * row["group_size"]
+    rows = sum(splits)
+    return tuple(n * elements // rows if rows else 0 for n in splits)
 
 
 @dataclass(frozen=True)
@@ -179,7 +209,13 @@ class _Run:
                         of_batch[call.batch].append(call.number)
                 by_program[id(a.program)] = dict(of_batch)
             self.batches[r] = by_program[id(a.program)]
+        # Of ranks whose threads share a communicator.
+        self.posted = {
+            r: bytearray(len(e)) for r, e in self.ended.items() if actors[r].program.before
+        }
         self.present: dict[str, int] = {}
+        # Calls that have come to the head of a queue.
+        self.due: deque[tuple[int, Call]] = deque()
         self.ready: deque[int] = deque(actors)
 
     def trouble(self) -> _Trouble | None:
@@ -190,15 +226,17 @@ class _Run:
                 found = self._advance(rank, lane)
                 if found is not None:
                     return found
-        for rank, at in self.at.items():
-            for lane, position in enumerate(at):
-                if position < len(self.actors[rank].program.lanes[lane]):
-                    return self._stuck(rank, lane)
-        return self._left_over()
+        for rank in self.at:
+            lane = self._unfinished(rank)
+            if lane is not None:
+                return self._explain(rank, self._waits_in(rank, lane))
+        for meeting in self.meetings.values():
+            return self._explain(meeting.rank, meeting.call)
+        return None
 
     def _advance(self, rank: int, lane: int) -> _Trouble | None:
         program = self.actors[rank].program
-        order = program.lanes[lane]
+        order, before = program.lanes[lane], program.before
         at = self.at[rank]
         while at[lane] < len(order):
             number, is_wait = order[at[lane]]
@@ -206,6 +244,12 @@ class _Run:
                 if not self._has_ended(rank, number):
                     return None
             else:
+                if before:
+                    previous = before.get(number)
+                    if previous is not None and not self.posted[rank][previous]:
+                        return None
+                    self.posted[rank][number] = 1
+                    self.ready.append(rank)
                 found = self._post(rank, program.calls[number])
                 if found is not None:
                     return found
@@ -222,8 +266,17 @@ class _Run:
     # --- starting ------------------------------------------------------------------
 
     def _post(self, rank: int, call: Call) -> _Trouble | None:
+        self._enqueue(rank, call)
+        while self.due:
+            found = self._start(*self.due.popleft())
+            if found is not None:
+                return found
+        return None
+
+    def _enqueue(self, rank: int, call: Call) -> None:
         if self.actors[rank].program.backends[call.group] != "nccl":
-            return self._start(rank, call)
+            self.due.append((rank, call))
+            return
         # One kernel after the other on a communicator; the parts of a batch are one.
         key: tuple[int, ...] = (call.group,)
         if call.peer_offset >= 0 and call.batch < 0:  # torch gives each pair its own
@@ -233,9 +286,10 @@ class _Run:
         queue = self.queues[rank].setdefault(key, deque())
         if call.batch >= 0 and queue and self._batch_of(rank, queue[-1]) == call.batch:
             queue[-1].append(call.number)
-            return self._start(rank, call) if len(queue) == 1 else None
-        queue.append([call.number])
-        return self._start(rank, call) if len(queue) == 1 else None
+        else:
+            queue.append([call.number])
+        if len(queue) == 1:
+            self.due.append((rank, call))
 
     def _batch_of(self, rank: int, kernel: Sequence[int]) -> int:
         return self.actors[rank].program.calls[kernel[0]].batch
@@ -251,7 +305,7 @@ class _Run:
             side = call.kind
             expected = 2 if other in self.actors else 1
         else:
-            key = (group, call.seq)
+            key = group, call.seq
             expected = self._num_present(group, members)
         meeting = self.meetings.get(key)
         if meeting is None:
@@ -264,9 +318,7 @@ class _Run:
         if len(meeting.arrived) >= expected:
             del self.meetings[key]
             for r, c in meeting.arrived.values():
-                found = self._end(r, c)
-                if found is not None:
-                    return found
+                self._end(r, c)
         else:
             self._end_early(meeting, members)
         return None
@@ -291,26 +343,19 @@ class _Run:
             if rule is Ends.SELF or (rule is Ends.ROOT and root_is_there):
                 self._end(rank, call)
 
-    def _end(self, rank: int, call: Call) -> _Trouble | None:
+    def _end(self, rank: int, call: Call) -> None:
         if self.ended[rank][call.number]:
-            return None
+            return
         self.ended[rank][call.number] = 1
         self.ready.append(rank)
-        queues = self.queues.get(rank)
-        if not queues:
-            return None
-        for queue in queues.values():
+        for queue in self.queues.get(rank, {}).values():
             if queue and call.number in queue[0]:
                 if all(self.ended[rank][n] for n in queue[0]):
                     queue.popleft()
                     if queue:
                         calls = self.actors[rank].program.calls
-                        for number in list(queue[0]):
-                            found = self._start(rank, calls[number])
-                            if found is not None:
-                                return found
+                        self.due.extend((rank, calls[number]) for number in queue[0])
                 break
-        return None
 
     # --- what can be wrong ------------------------------------------------------------
 
@@ -326,21 +371,29 @@ class _Run:
             return self._differ(meeting, rank, call, "root")
         if first.form != call.form and not (first.form[1] < 0 or call.form[1] < 0):
             return self._differ(meeting, rank, call, "dtype, count or reduce op")
-        if self.check_splits and call.kind == "all_to_all" and call.in_splits and call.out_splits:
-            me = self.index[rank][call.group]
-            place = self.places[self.actors[rank].groups[call.group][0]]
+        if self.check_splits and min(first.form[1], call.form[1]) < 0:
             for other, theirs in meeting.arrived.values():
-                if not theirs.in_splits or not theirs.out_splits:
-                    continue
-                them = place[other]
-                if (
-                    call.in_splits[them] != theirs.out_splits[me]
-                    or call.out_splits[them] != theirs.in_splits[me]
-                ):
+                if not self._splits_fit(rank, call, other, theirs):
                     return self._differ(
                         _Meeting(theirs, other), rank, call, "what one sends and the other expects"
                     )
         return None
+
+    def _splits_fit(self, rank: int, call: Call, other: int, theirs: Call) -> bool:
+        place = self.places[self.actors[rank].groups[call.group][0]]
+        me, them = place[rank], place[other]
+
+        def slots(splits: Sequence[int], of: Call) -> Sequence[int]:
+            return splits or (of.form[1],) * len(place)
+
+        ins, outs = slots(call.in_splits, call), slots(call.out_splits, call)
+        their_ins, their_outs = slots(theirs.in_splits, theirs), slots(theirs.out_splits, theirs)
+        if call.kind == "all_to_all":
+            return ins[them] == their_outs[me] and outs[them] == their_ins[me]
+        # What each rank gathers or scatters is the same everywhere.
+        if call.kind == "all_gather":
+            return outs == their_outs
+        return call.kind != "reduce_scatter" or ins == their_ins
 
     def _differ(self, meeting: _Meeting, rank: int, call: Call, what: str) -> _Trouble:
         return _Trouble(
@@ -350,82 +403,94 @@ class _Run:
             "Make the calls of these ranks equal, in the same order",
         )
 
-    def _stuck(self, rank: int, lane: int) -> _Trouble:
+    def _explain(self, rank: int, call: Call) -> _Trouble:
         """Follows who waits for whom until a rank comes twice or has nothing left to do."""
         path: list[tuple[int, Call]] = []
         seen: dict[int, int] = {}
-        while True:
-            call = self._waits_in(rank, lane)
-            if rank in seen:
-                circle = path[seen[rank] :]
-                names = ", which waits for ".join(self._name(r, c) for r, c in circle)
-                return _Trouble(
-                    "Ranks wait for each other in a circle",
-                    f"{names}, which waits for rank {circle[0][0]}",
-                    "Change the order of the calls on one of them, or batch them "
-                    "(batch_isend_irecv)",
-                )
+        while rank not in seen:
             seen[rank] = len(path)
             path.append((rank, call))
             missing = self._missing(rank, call)
-            other = next((r for r in missing if self._unfinished(r) is not None), None)
-            if other is None:
-                absent = missing[0] if missing else rank
+            held = ((other, self._held_by(other, rank, call)) for other in missing)
+            following = next(((other, by) for other, by in held if by is not None), None)
+            if following is None:
+                absent = missing[0]
                 return _Trouble(
-                    "A rank waits for a call that another one never makes",
+                    "A rank waits for a call that another one never makes"
+                    if self._unfinished(rank) is not None
+                    else "A communication has no counterpart",
                     f"{self._name(rank, call)} in group {self.actors[rank].groups[call.group][0]}, "
                     f"sequence number {call.seq}; rank {absent} ends after "
                     f"{len(self.actors[absent].program.calls)} calls without it",
                     "Let both ranks make the call, or neither",
                 )
-            rank = other
-            found = self._unfinished(rank)
-            assert found is not None
-            lane = found
+            rank, call = following
+        circle = path[seen[rank] :]
+        names = ", which waits for ".join(self._name(r, c) for r, c in circle)
+        return _Trouble(
+            "Ranks wait for each other in a circle",
+            f"{names}, which waits for rank {circle[0][0]}",
+            "Change the order of the calls on one of them, or batch them (batch_isend_irecv)",
+        )
+
+    def _held_by(self, other: int, rank: int, call: Call) -> Call | None:
+        """What keeps `other` from a call of `rank`; None if it never makes that call."""
+        group = self.actors[rank].groups[call.group][0]
+        kinds = {"send": "recv", "recv": "send"}
+        for queue in self.queues.get(other, {}).values():
+            for number in itertools.chain.from_iterable(queue):
+                theirs = self.actors[other].program.calls[number]
+                if (
+                    not self.ended[other][number]
+                    and number not in queue[0]
+                    and self.actors[other].groups[theirs.group][0] == group
+                    and theirs.seq == call.seq
+                    and theirs.kind == kinds.get(call.kind, call.kind)
+                    and (theirs.peer_offset < 0 or self._peer(other, theirs) == rank)
+                ):
+                    return self._first_of(other, queue[0])
+        lane = self._unfinished(other)
+        return None if lane is None else self._waits_in(other, lane)
+
+    def _peer(self, rank: int, call: Call) -> int:
+        members = self.actors[rank].groups[call.group][1]
+        return members[(self.index[rank][call.group] + call.peer_offset) % len(members)]
+
+    def _first_of(self, rank: int, numbers: Sequence[int]) -> Call:
+        """Of calls that have not all ended, the first that has not."""
+        number = next(n for n in numbers if not self.ended[rank][n])
+        return self.actors[rank].program.calls[number]
 
     def _unfinished(self, rank: int) -> int | None:
-        lanes = self.actors[rank].program.lanes
-        return next((i for i, at in enumerate(self.at[rank]) if at < len(lanes[i])), None)
+        """A lane that has not come to its end; one that waits, and not for another lane's call."""
+        for lane, order in enumerate(self.actors[rank].program.lanes):
+            at = self.at[rank][lane]
+            if at < len(order) and order[at][1]:
+                return lane
+        return None
 
     def _waits_in(self, rank: int, lane: int) -> Call:
         """The call that keeps a lane: the one it waits for, or the one before it in a queue."""
         program = self.actors[rank].program
         number, _ = program.lanes[lane][self.at[rank][lane]]
         batch = program.calls[number].batch
-        parts = [number] if batch < 0 else self.batches[rank][batch]
-        number = next(n for n in parts if not self.ended[rank][n])
+        call = self._first_of(rank, [number] if batch < 0 else self.batches[rank][batch])
         for queue in self.queues.get(rank, {}).values():
-            if any(number in kernel for kernel in queue) and number not in queue[0]:
-                number = next(n for n in queue[0] if not self.ended[rank][n])
-        return program.calls[number]
+            if any(call.number in kernel for kernel in queue) and call.number not in queue[0]:
+                return self._first_of(rank, queue[0])
+        return call
 
     def _missing(self, rank: int, call: Call) -> list[int]:
         """Who has not come to a call."""
-        group, members = self.actors[rank].groups[call.group]
         if call.kind in ("send", "recv"):
-            me = self.index[rank][call.group]
-            return [members[(me + call.peer_offset) % len(members)]]
-        meeting = self.meetings.get((group, call.seq))
-        there = meeting.arrived if meeting is not None else {}
+            return [self._peer(rank, call)]
+        group, members = self.actors[rank].groups[call.group]
+        there = self.meetings[group, call.seq].arrived
         rule = ends(call.kind, is_root=call.root >= 0 and members[call.root] == rank)
-        if rule is Ends.ROOT:
-            return [members[call.root]]
+        root = members[call.root]
+        if rule is Ends.ROOT and root in self.actors and root not in there:
+            return [root]
         return [m for m in members if m in self.actors and m not in there]
-
-    def _left_over(self) -> _Trouble | None:
-        """A communication that nobody waits for, but that not everybody came to."""
-        for meeting in self.meetings.values():
-            missing = self._missing(meeting.rank, meeting.call)
-            if meeting.call.kind in ("send", "recv") or missing:
-                absent = missing[0]
-                return _Trouble(
-                    "A communication has no counterpart",
-                    f"{self._name(meeting.rank, meeting.call)}, sequence number "
-                    f"{meeting.call.seq}; rank {absent} ends after "
-                    f"{len(self.actors[absent].program.calls)} calls without it",
-                    "Let both ranks make the call, or neither",
-                )
-        return None
 
     def _name(self, rank: int, call: Call) -> str:
         return f"rank {rank} in call {call.number} ({call.key})"

@@ -112,7 +112,12 @@ def check_matching(world: World, *, eager_bytes: int) -> list[str]:
 
 
 def write(
-    world: World, out: Path, *, provenance: dict[str, Any], warnings: Sequence[str]
+    world: World,
+    out: Path,
+    *,
+    provenance: dict[str, Any],
+    warnings: Sequence[str],
+    eager_bytes: int = 0,
 ) -> dict[str, Any]:
     """Writes every file of a capture into `out`; returns what structure.json says."""
     out.mkdir(parents=True, exist_ok=True)
@@ -131,6 +136,7 @@ def write(
             pa.concat_tables([left.parts["events"] for left in captured]),
             pa.concat_tables([left.parts["calls"] for left in captured]),
             members={i: m for groups in world.groups.values() for i, m in groups},
+            eager_bytes=eager_bytes,
         ),
         provenance=provenance,
     )

@@ -5,8 +5,9 @@ axis from it and from both ends, the corners. Coordinates of an axis that make
 no difference there form a class; a cell is a choice of one class per axis, and
 one rank of every cell runs. All others are inferred: they do what the rank of
 their cell does, with groups and peers moved along. A random sample of them then
-runs to check it; a rank that was inferred wrongly divides the class that it
-belongs to.
+runs to check it. A rank that runs, for whatever reason, and does something else
+than its cell is a further point from which axes are looked at, so that it
+divides their classes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -104,8 +106,13 @@ class _Explorer:
     captured: Mapping[int, Captured]
     layout: Layout
     identity_of: IdentityOf
+    # Ranks from which axes are looked at: interior, first, last, and odd ones.
+    origins: list[int] = field(default_factory=list)
     # Per axis, the class of each coordinate.
     classes: list[list[int]] = field(default_factory=list)
+    messages: dict[int, Counter[tuple[str, tuple[int, ...], int, int]]] = field(
+        default_factory=dict
+    )
 
     def explore(self, num_checks: int, seed: int) -> Roles:
         first = _interior(self.layout)
@@ -114,8 +121,10 @@ class _Explorer:
         base = _interior(self.layout)
         if base not in self.captured:
             self.run([base], self._nearest())
-        self._find_classes(base)
+        self.origins = list(dict.fromkeys([base, 0, self.layout.world_size - 1]))
+        self._find_classes()
         self._fill_cells()
+        self._explain()
 
         inferred = [r for r in range(self.layout.world_size) if r not in self.captured]
         chance = random.Random(seed)
@@ -188,11 +197,10 @@ class _Explorer:
 
     # --- classes --------------------------------------------------------------------
 
-    def _find_classes(self, base: int) -> None:
+    def _find_classes(self) -> None:
         layout = self.layout
-        origins = [base, 0, layout.world_size - 1]
-        wanted = set(origins)
-        for origin in origins:
+        wanted = set(self.origins)
+        for origin in self.origins:
             for i, axis in enumerate(layout.axes):
                 wanted |= {self._at(origin, i, x) for x in _steps(axis)}
         if 2 ** len(layout.axes) <= _MOST_CORNERS:
@@ -200,38 +208,37 @@ class _Explorer:
             wanted |= {layout.rank(place) for place in itertools.product(*ends)}
         self.run(sorted(wanted), self._nearest())
 
-        asymmetric = [
-            (i, axis) for i, axis in enumerate(layout.axes) if not self._is_symmetric(origins, i)
-        ]
         wanted = set()
-        for i, axis in asymmetric:
-            for origin in origins if axis.size <= _SHORT_AXIS else [base]:
-                wanted |= {self._at(origin, i, x) for x in range(axis.size)}
+        for i, axis in enumerate(layout.axes):
+            asymmetric = [o for o in self.origins if not self._is_symmetric(o, i)]
+            if axis.size <= _SHORT_AXIS:
+                lines = self.origins if set(asymmetric) & set(self.origins[:3]) else asymmetric
+            else:  # too long to be run for the sake of one odd rank
+                lines = self.origins[:1] if set(asymmetric) & set(self.origins[:3]) else []
+            wanted |= {self._at(origin, i, x) for origin in lines for x in range(axis.size)}
         self.run(sorted(wanted), self._nearest())
-        self.classes = [self._classes_of(origins, i) for i in range(len(layout.axes))]
+        self.classes = [self._classes_of(i) for i in range(len(layout.axes))]
 
     def _at(self, origin: int, axis: int, coordinate: int) -> int:
         place = list(self.layout.coordinates(origin))
         place[axis] = coordinate
         return self.layout.rank(place)
 
-    def _is_symmetric(self, origins: Iterable[int], axis: int) -> bool:
-        """Whether two neighbours in the interior do the same."""
-        if self.layout.axes[axis].size <= 3:
+    def _is_symmetric(self, origin: int, axis: int) -> bool:
+        """Whether neighbours in the interior do the same."""
+        size = self.layout.axes[axis].size
+        if size <= 3:
             return True
-        middle = self.layout.axes[axis].size // 2
+        own = self.layout.coordinates(origin)[axis]
+        interior = {2, size // 2, own} - {0, size - 1}
         return all(
-            self._same(self._at(origin, axis, 1), self._at(origin, axis, x))
-            for origin in origins
-            for x in (2, middle)
+            self._same(self._at(origin, axis, 1), self._at(origin, axis, x)) for x in interior
         )
 
-    def _classes_of(self, origins: Iterable[int], axis: int) -> list[int]:
+    def _classes_of(self, axis: int) -> list[int]:
         """The class of each coordinate: its number among those that differ."""
-        lines = [
-            [self._at(origin, axis, x) for x in range(self.layout.axes[axis].size)]
-            for origin in origins
-        ]
+        size = self.layout.axes[axis].size
+        lines = [[self._at(origin, axis, x) for x in range(size)] for origin in self.origins]
         firsts: list[int] = []  # a coordinate of each class
 
         def same(x: int, y: int) -> bool:
@@ -241,12 +248,15 @@ class _Explorer:
                 if line[x] in self.captured and line[y] in self.captured
             )
 
-        found = []
-        for x in range(self.layout.axes[axis].size):
+        found: list[int] = []
+        for x in range(size):
+            order = list(range(len(firsts)))
             if lines[0][x] not in self.captured:
-                found.append(found[1])  # the interior of a symmetric axis
-                continue
-            match = next((i for i, first in enumerate(firsts) if same(x, first)), len(firsts))
+                if not any(line[x] in self.captured for line in lines):
+                    found.append(found[1])  # the interior of a symmetric axis
+                    continue
+                order.sort(key=lambda i: i != found[1])
+            match = next((i for i in order if same(x, firsts[i])), len(firsts))
             if match == len(firsts):
                 firsts.append(x)
             found.append(match)
@@ -288,29 +298,77 @@ class _Explorer:
         self._run_what_cannot_be_inferred()
 
     def _run_what_cannot_be_inferred(self) -> None:
-        """Ranks whose groups do not move along with them (irregular ones) speak for themselves."""
-        alone = [
+        """Ranks that cannot do what their cell does speak for themselves."""
+        while alone := self._alone():
+            log.warning("%d ranks have groups or peers of their own and are all run", len(alone))
+            self.run(sorted(alone), self._nearest())
+
+    def _alone(self) -> set[int]:
+        """Inferred ranks whose groups do not move with them, or that others know better.
+
+        A captured rank knows who else is in its groups, and who sends to it and
+        receives from it.
+        """
+        speakers = self._representatives()
+        moved = self.layout.moved
+        alone = {
             rank
-            for rank, speaker in enumerate(self._representatives())
+            for rank, speaker in enumerate(speakers)
             if rank != speaker
             and any(
-                self.layout.moved(group["members"], speaker, rank) is None
-                for group in self.captured[speaker].groups
+                moved(g["members"], speaker, rank) is None for g in self.captured[speaker].groups
             )
-        ]
-        if alone:
-            log.warning("%d ranks have groups of their own and are all run", len(alone))
-            self.run(alone, self._nearest())
+        }
+        groups = {(g["members"], g["creation"]) for c in self.captured.values() for g in c.groups}
+        for members, creation in groups:
+            for rank in set(members) - alone if len(members) < len(speakers) else ():
+                speaker = speakers[rank]
+                if speaker != rank and not any(
+                    g["creation"] == creation
+                    and moved(g["members"], speaker, rank) == (members, -1)
+                    for g in self.captured[speaker].groups
+                ):
+                    alone.add(rank)
+        for rank in self.captured:
+            for (kind, members, creation, peer), number in self._messages(rank).items():
+                speaker = speakers[peer]
+                if speaker != peer and peer not in alone:
+                    theirs = sum(
+                        n
+                        for (k, m, c, p), n in self._messages(speaker).items()
+                        if k != kind
+                        and c == creation
+                        and moved(m, speaker, peer, p) == (members, rank)
+                    )
+                    if theirs != number:
+                        alone.add(peer)
+        return alone
+
+    def _messages(self, rank: int) -> Counter[tuple[str, tuple[int, ...], int, int]]:
+        """How many messages a captured rank sends and receives: by kind, group and peer."""
+        if rank not in self.messages:
+            left = self.captured[rank]
+            calls = left.parts["calls"]
+            columns = (calls[name].to_pylist() for name in ("kind", "group", "peer_rank"))
+            self.messages[rank] = Counter(
+                (kind, left.groups[group]["members"], left.groups[group]["creation"], peer)
+                for kind, group, peer in zip(*columns, strict=True)
+                if kind in ("send", "recv")
+            )
+        return self.messages[rank]
 
     def _representatives(self) -> list[int]:
-        speakers: dict[tuple[int, ...], list[int]] = {}
-        for rank in sorted(self.captured):
-            speakers.setdefault(self._cell(rank), []).append(rank)
-        chosen = {cell: self._spokesman(ranks) for cell, ranks in speakers.items()}
+        chosen = self._spokesmen()
         return [
             rank if rank in self.captured else chosen[self._cell(rank)]
             for rank in range(self.layout.world_size)
         ]
+
+    def _spokesmen(self) -> dict[tuple[int, ...], int]:
+        speakers: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(self.captured):
+            speakers.setdefault(self._cell(rank), []).append(rank)
+        return {cell: self._spokesman(ranks) for cell, ranks in speakers.items()}
 
     def _spokesman(self, ranks: Sequence[int]) -> int:
         """The first rank of a cell that does what most of its captured ranks do."""
@@ -330,7 +388,7 @@ class _Explorer:
     # --- checking ---------------------------------------------------------------------
 
     def _check(self, sample: Sequence[int]) -> list[int]:
-        """Runs the sample; divides classes until every captured rank is explained.
+        """Runs the sample and learns from it.
 
         Returns:
             The sampled ranks that had been inferred wrongly.
@@ -340,33 +398,26 @@ class _Explorer:
         before = self._representatives()
         self.run(sample, self._nearest())
         wrong = [rank for rank in sample if not self._same(before[rank], rank)]
-        for rank in wrong[:_MOST_ROUNDS]:
+        for rank in wrong:
             log.warning(
                 "Rank %d does something else than rank %d, from which it was inferred",
                 rank,
                 before[rank],
             )
-            self._divide(before[rank], rank)
+        self._explain()
         return wrong
 
-    def _divide(self, speaker: int, odd: int) -> None:
-        """Finds the axis along which `odd` differs and gives its coordinate a class of its own."""
-        place = list(self.layout.coordinates(speaker))
-        target = self.layout.coordinates(odd)
-        at = speaker
-        for i, x in enumerate(target):
-            if place[i] == x:
-                continue
-            place[i] = x
-            step = self.layout.rank(place)
-            if step not in self.captured:
-                self.run([step], self._nearest())
-            if not self._same(at, step):
-                if self.classes[i].count(self.classes[i][x]) > 1:
-                    self.classes[i][x] = max(self.classes[i]) + 1
-                    self._fill_cells()
+    def _explain(self) -> None:
+        """Divides classes until every captured rank does what its cell does."""
+        for _ in range(_MOST_ROUNDS):
+            chosen = self._spokesmen()
+            odd = (r for r in sorted(self.captured) if not self._same(chosen[self._cell(r)], r))
+            rank = next((r for r in odd if r not in self.origins), None)
+            if rank is None:
                 return
-            at = step
+            self.origins.append(rank)
+            self._find_classes()
+            self._fill_cells()
 
 
 def _refined(layout: Layout, captured: Mapping[int, Captured]) -> Layout:

@@ -188,7 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("description", &Group::description)
       .def_property_readonly("backend", &Group::backend)
       .def_property_readonly("num_collectives", &Group::num_collectives)
-      .def("num_messages", &Group::num_messages, py::arg("from_rank"), py::arg("to_rank"));
+      .def("num_received", &Group::num_received, py::arg("from_rank"));
 
   m.def("axis_signature", &axis_signature, py::arg("members"));
   m.def("digest", &digest, py::arg("numbers"));

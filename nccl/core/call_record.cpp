@@ -59,9 +59,9 @@ CallRecord make_call_record(const Call& call, Group& group, int64_t number, int6
   record.batch = call.batch;
   record.stream = call.stream;
   if (call.kind == Kind::send) {
-    record.position = group.next_pair(group.rank(), call.peer, mark);
+    record.position = group.next_sent(call.peer, mark);
   } else if (call.kind == Kind::recv) {
-    record.position = group.next_pair(call.peer, group.rank(), mark);
+    record.position = group.next_received(call.peer, mark);
   } else {
     record.position = group.next_collective(mark);
   }

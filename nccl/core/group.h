@@ -46,12 +46,13 @@ class Group {
   void set_backend(const std::string& name) { backend_ = name; }
 
   Position next_collective(int64_t mark) { return advance(collective_, mark); }
-  Position next_pair(int from, int to, int64_t mark) {
-    return advance(pairs_[{from, to}], mark);
+  Position next_sent(int to, int64_t mark) { return advance(pairs_[{rank_, to}], mark); }
+  Position next_received(int from, int64_t mark) {
+    return advance(pairs_[received(from)], mark);
   }
   int64_t num_collectives() const { return collective_.total; }
-  int64_t num_messages(int from, int to) const {
-    const auto pair = pairs_.find({from, to});
+  int64_t num_received(int from) const {
+    const auto pair = pairs_.find(received(from));
     return pair == pairs_.end() ? 0 : pair->second.total;
   }
   // The member whose message a receive from any source takes: every other
@@ -65,6 +66,8 @@ class Group {
     int64_t mark = 0;
   };
   static Position advance(Counter& counter, int64_t mark);
+  // Both ends of a message to oneself are here, so each needs a counter.
+  std::pair<int, int> received(int from) const { return {from == rank_ ? -1 : from, rank_}; }
 
   int id_;
   std::vector<int> members_;

@@ -114,7 +114,7 @@ class _Receive(_Mirror):
     default_source = None
 
     def position(self, members: Any, group_source: int) -> tuple[int, int]:
-        seq = members.num_messages(group_source, members.rank)
+        seq = members.num_received(group_source)
         return seq, members.members[members.rank]
 
 
