@@ -63,7 +63,7 @@ class Engine:
     """One world in the engine. Use it as a context, or call `close`."""
 
     def __init__(self, library: Path, world: World) -> None:
-        self.library = _load(library)
+        self.library = load_library(library)
         self.handle = self.library.crystal_replay_new()
         self.num_ranks = len(world.ranks)
         try:
@@ -201,7 +201,7 @@ def _pointer(array: np.ndarray | None) -> Any:
     return None if array is None else array.ctypes.data_as(ctypes.c_void_p)
 
 
-def _load(path: Path) -> Any:
+def load_library(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     pointer, i32, i64, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
     signatures = {

@@ -8,10 +8,6 @@
 namespace crystal::replay {
 namespace {
 
-// A lane that never waits gives way after so many instructions, or it would run
-// through all iterations and leave as many communications open.
-constexpr int kTurn = 1024;
-
 uint64_t mix(uint64_t x) { // splitmix64
   x += 0x9e3779b97f4a7c15ULL;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -177,6 +173,9 @@ void Engine::reset(int32_t num_iterations) {
   queue_.assign(lanes_.size() + 1, 0);
   queue_begin_ = queue_size_ = 0;
   woken_.clear();
+  parked_.clear();
+  tickets_.clear();
+  free_ticket_ = kNone;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     const Program& program = programs_[ranks_[r].program];
     for (size_t l = 0; l < program.lanes.size(); ++l) {
@@ -186,7 +185,9 @@ void Engine::reset(int32_t num_iterations) {
       lane.rank = static_cast<int32_t>(r);
       lane.at = program.instructions.data() + program.lanes[l].begin;
       lane.section_end = lane.at + program.lanes[l].prologue;
-      put_last(static_cast<int32_t>(index));
+      if (!ranks_[r].is_external) {
+        put_last(static_cast<int32_t>(index));
+      }
     }
   }
 }
@@ -216,7 +217,7 @@ int32_t Engine::take_next() {
   return lane;
 }
 
-void Engine::run(int32_t num_iterations) {
+void Engine::check_classes() const {
   for (const auto& program : programs_) {
     for (const auto& i : program.instructions) {
       if (i.cls >= durations_.size() &&
@@ -228,8 +229,13 @@ void Engine::run(int32_t num_iterations) {
       }
     }
   }
+}
+
+void Engine::run(int32_t num_iterations) {
+  check_classes();
+  be_offline();
   reset(num_iterations);
-  while (queue_size_ > 0 || !woken_.empty()) {
+  while (is_ready()) {
     advance(take_next());
   }
   for (const auto& lane : lanes_) {
@@ -261,8 +267,12 @@ bool Engine::next_section(Lane& lane) const {
 void Engine::advance(int32_t index) {
   Lane& lane = lanes_[index];
   const Rank& rank = ranks_[lane.rank];
-  for (int turn = 0; turn < kTurn; ++turn) {
+  for (int turn = 0; turn < turn_; ++turn) {
     while (lane.at == lane.section_end) {
+      if (lane.iteration >= horizon_) {
+        parked_.push_back(index);
+        return;
+      }
       if (!next_section(lane)) {
         lane.is_done = true;
         return;
@@ -369,8 +379,12 @@ Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
   if (rank.is_watched) {
     note(index, i, handle);
   }
+  if (rank.is_external) {
+    hold(handle);
+  }
   if (i.flags & CRYSTAL_FLAG_ROOT) {
     instance.root_arrival = lane.t;
+    settle_tickets(found);
     settle_notes(found, false);
     wake(&instance.wait_for_root, found);
   }
@@ -437,6 +451,7 @@ void Engine::complete(int32_t index) {
     }
   }
   instance.next = kNone;
+  settle_tickets(index); // before others are woken: somebody waits for it in real time
   settle_notes(index, true);
   wake(&instance.wait_for_root, index);
   wake(&instance.wait_for_all, index);

@@ -62,6 +62,30 @@ class Engine {
 
   void run(int32_t num_iterations);
 
+  // Instead of run(): some ranks are outside (external.cpp). None of their lanes
+  // runs; their calls come by arrive(), and what does not wait for one of these
+  // is computed by work(). Results depend on the arrivals alone, not on when they come.
+  struct Listener {
+    virtual ~Listener() = default;
+    // A call of an external rank has its end. Comes out of arrive() and work().
+    virtual void known(int32_t rank, int64_t ticket, int64_t start_ns, int64_t end_ns) = 0;
+  };
+  // The others are at most `ahead` iterations ahead of the slowest external rank.
+  void begin(int32_t num_iterations, const std::vector<int32_t>& external, int32_t ahead,
+             Listener* listener);
+  void arrive(int32_t rank, const crystal_instruction& call, int64_t at_ns, int64_t ticket);
+  // An iteration of an external rank ends.
+  void mark(int32_t rank, int64_t at_ns);
+  // An external rank makes no more calls.
+  void finish(int32_t rank);
+  // Up to so many lanes go on; false if none could.
+  bool work(int num_lanes);
+  bool is_ready() const { return queue_size_ > 0 || !woken_.empty(); }
+  // Lets the others one iteration further ahead; false if none is held back.
+  bool lift_horizon();
+  // What a call of an external rank waits for.
+  std::string explain(int32_t rank, int64_t ticket) const;
+
   int64_t num_participations() const { return num_participations_; }
   const std::vector<int64_t>& marks(int32_t rank) const { return marks_.at(rank); }
   const std::vector<crystal_breakdown>& breakdown(int32_t rank) const { return parts_.at(rank); }
@@ -105,6 +129,7 @@ class Engine {
     int32_t first_call = 0;
     int32_t wait_for_all = kNone;  // lanes
     int32_t wait_for_root = kNone; // lanes
+    int32_t tickets = kNone;       // external ranks' calls whose end is not known
     int32_t next = kNone;          // open ones of the communicator, or free ones
     bool is_complete = false;
   };
@@ -116,6 +141,14 @@ class Engine {
   struct Connection {
     int32_t comm = kNone;
     int32_t seq = 0;
+  };
+  // A call of an external rank.
+  struct Ticket {
+    int64_t number = 0;
+    int32_t rank = 0;
+    int32_t call = 0;
+    Handle handle;
+    int32_t next = kNone; // of the instance, or free ones
   };
   struct Channel {
     std::deque<int64_t> times;
@@ -129,8 +162,12 @@ class Engine {
     int64_t first_handle = 0;
     int64_t first_channel = 0;
     bool is_watched = false;
+    bool is_external = false;
+    bool has_finished = false; // an external one
   };
 
+  void check_classes() const;
+  void be_offline();
   void reset(int32_t num_iterations);
   // Until the lane waits, ends, or has had its turn.
   void advance(int32_t lane);
@@ -145,6 +182,9 @@ class Engine {
   int64_t end_of(const Handle& handle, int64_t* start) const;
   int64_t transfer_of(int32_t cls, int32_t comm, int32_t seq) const;
   void release(int32_t instance);
+  void hold(const Handle& handle);
+  void settle_tickets(int32_t instance);
+  void set_horizon();
   void note(int32_t lane, const crystal_instruction& i, const Handle& handle);
   void settle_notes(int32_t instance, bool whole);
 
@@ -152,6 +192,7 @@ class Engine {
                                     const crystal_instruction& i) const;
   [[noreturn]] void report_deadlock() const;
   std::string describe(int32_t lane) const;
+  int32_t missing_rank(const Instance& instance) const;
   int32_t who_is_missing(int32_t lane) const;
 
   std::vector<Program> programs_;
@@ -170,6 +211,20 @@ class Engine {
   size_t queue_begin_ = 0;
   size_t queue_size_ = 0;
   std::vector<int32_t> woken_;
+  // A lane that never waits gives way after so many instructions, or it would run
+  // through all iterations and leave as many communications open.
+  static constexpr int kTurn = 1024;
+  static constexpr int kLiveTurn = 64; // an arrival waits for a turn to end
+  int turn_ = kTurn;
+  static constexpr int32_t kNoHorizon = INT32_MAX;
+  int32_t horizon_ = kNoHorizon; // no lane begins what comes after this iteration
+  int32_t ahead_ = 0;
+  std::vector<int32_t> parked_; // lanes at the horizon
+  Listener* listener_ = nullptr;
+  std::vector<int32_t> external_;
+  std::vector<Ticket> tickets_;
+  int32_t free_ticket_ = kNone;
+  int32_t new_ticket_ = kNone; // of the arrival at hand
   int32_t num_iterations_ = 0;
   int64_t num_participations_ = 0;
   std::vector<std::vector<int64_t>> marks_;

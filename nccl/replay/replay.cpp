@@ -4,31 +4,22 @@
 #include <algorithm>
 #include <new>
 
-#include "replay/engine.h"
+#include "replay/handle.h"
 
 using namespace crystal::replay;
-
-struct crystal_replay {
-  Engine engine;
-  std::string message;
-  int32_t num_ranks = 0;
-};
 
 namespace {
 
 template <class Function>
 int guarded(crystal_replay* world, Function function) {
   try {
+    if (world->is_live) {
+      throw Failure(CRYSTAL_REPLAY_INVALID,
+                    "The world is in a live run. A call that would change it. Stop the run first.");
+    }
     return function(world->engine);
-  } catch (const Failure& failure) {
-    world->message = failure.what();
-    return failure.code;
-  } catch (const std::bad_alloc&) {
-    world->message = "Out of memory. The replayed world. Replay fewer ranks, or watch fewer.";
-    return CRYSTAL_REPLAY_MEMORY;
-  } catch (const std::exception& error) {
-    world->message = error.what();
-    return CRYSTAL_REPLAY_INVALID;
+  } catch (...) {
+    return code_of_exception(&world->message);
   }
 }
 

@@ -26,6 +26,10 @@ typedef enum {
   CRYSTAL_REPLAY_MISMATCH = -2, /* two ranks make calls that do not fit together */
   CRYSTAL_REPLAY_DEADLOCK = -3, /* ranks wait and nobody can go on */
   CRYSTAL_REPLAY_MEMORY = -4,   /* out of memory */
+  CRYSTAL_REPLAY_TIMEOUT = -5,  /* a limit is over */
+  CRYSTAL_REPLAY_CLOSED = -6,   /* the live run was stopped */
+  CRYSTAL_REPLAY_DIED = -7,     /* the process of a rank, or of the engine, has died */
+  CRYSTAL_REPLAY_BUSY = -8,     /* more is open than there is room for */
 } crystal_replay_error;
 
 /* What an instruction does with its lane, which is free at time t. */
@@ -142,6 +146,94 @@ typedef struct {
 } crystal_event;
 CRYSTAL_REPLAY_API int64_t crystal_replay_events(
     const crystal_replay*, crystal_event* events, int64_t capacity);
+
+/* ---- The live run: some ranks are external, real programs whose calls arrive. ----
+ *
+ * Times are ns of CLOCK_MONOTONIC since the start of the run. Everybody else is
+ * computed ahead, as far as the arrivals determine it; times depend on the arrivals
+ * alone, so that a run whose arrivals are those of an offline run gives its times.
+ *
+ * External ranks are threads of the engine's process or other processes of the same
+ * user, host and pid namespace. Memory between them has no name: whoever is killed,
+ * nothing stays behind. Once something fails (a mismatch, a circle of waiting, a
+ * process that died, a stop) the run is over, and every call of every rank gives that
+ * error. A call whose result is negative, or NULL, has failed; crystal_live_message
+ * says why. After a fork only the parent may use what it had.
+ */
+typedef struct crystal_live crystal_live;     /* the engine's end */
+typedef struct crystal_client crystal_client; /* an external rank's */
+
+/* Of the last live call of this thread that failed; valid until the next one. */
+CRYSTAL_REPLAY_API const char* crystal_live_message(void);
+
+typedef struct {
+  int32_t num_iterations; /* bodies that the other ranks go through */
+  int32_t ahead;          /* iterations that they may be ahead of the slowest external rank
+                             (by its marks), unless all external ranks wait for them */
+  int64_t engine_spin_ns; /* how long the engine's thread looks for work before it sleeps */
+  int64_t client_spin_ns; /* how long a wait looks for its release before it sleeps */
+  int32_t has_thread;     /* 0: the engine has no thread of its own, and only waits and
+                             arrivals of this process make it go on */
+  int32_t helps;          /* waits and arrivals of this process compute, too */
+} crystal_live_options;
+
+/* Starts a run of a world that is set up; until its stop nothing else may be asked of
+ * the world. NULL: INVALID (a rank that is not there), or no memory or thread. */
+CRYSTAL_REPLAY_API crystal_live* crystal_live_start(
+    crystal_replay*, const int32_t* external, int32_t num_external, const crystal_live_options*);
+/* In any state, NULL included: whoever waits gets CLOSED, the thread ends, memory goes
+ * with the last client. Marks, breakdowns and events of the world can be read then. */
+CRYSTAL_REPLAY_API void crystal_live_stop(crystal_live*);
+/* By which other processes attach; valid until the stop. */
+CRYSTAL_REPLAY_API const char* crystal_live_address(const crystal_live*);
+/* Returns once everything is computed that arrivals so far determine, or TIMEOUT. */
+CRYSTAL_REPLAY_API int crystal_live_settle(crystal_live*, int64_t limit_ns);
+
+/* [k] counts what took from 2^k to below 2^(k+1) ns; [0] also less, the last one more. */
+#define CRYSTAL_LIVE_BUCKETS 40
+typedef struct {
+  int64_t num_arrivals;
+  int64_t num_releases;
+  int64_t num_late; /* releases that became known after their time; they go out at once */
+  int64_t late_sum_ns;
+  int64_t late_max_ns;
+  int64_t num_answers; /* releases that their own arrival determined */
+  int64_t answer_sum_ns; /* from the request to the release being known */
+  int64_t answer_max_ns;
+  int64_t late_log2[CRYSTAL_LIVE_BUCKETS];
+  int64_t answer_log2[CRYSTAL_LIVE_BUCKETS];
+} crystal_live_stats;
+CRYSTAL_REPLAY_API void crystal_live_get_stats(crystal_live*, crystal_live_stats*);
+
+/* The end of an external rank in the engine's process. `num_threads` of the rank make
+ * calls, and when all of them wait the rank makes no other; 0 if that is not so (then
+ * no circle of waiting is found through it). NULL: INVALID. */
+CRYSTAL_REPLAY_API crystal_client* crystal_live_client(
+    crystal_live*, int32_t rank, int32_t num_threads);
+/* The same in another process. */
+CRYSTAL_REPLAY_API crystal_client* crystal_client_attach(
+    const char* address, int32_t rank, int32_t num_threads);
+/* The rank makes no more calls. Not while a thread is in a call of this client; before or
+ * after the stop. A process that ends without it has died, and the run with it. */
+CRYSTAL_REPLAY_API void crystal_client_detach(crystal_client*);
+/* The run's time. */
+CRYSTAL_REPLAY_API int64_t crystal_client_now(const crystal_client*);
+/* The rank makes a call: slot, cls, ends, flags, form and call of the instruction count.
+ * `at_ns` >= 0 is when, -1 is now. Calls in one slot come in their order. The ticket comes
+ * back at once; BUSY if 1024 calls are open. From any thread. */
+CRYSTAL_REPLAY_API int64_t crystal_client_arrive(
+    crystal_client*, const crystal_instruction* call, int64_t at_ns);
+/* An iteration of the rank ends. */
+CRYSTAL_REPLAY_API int crystal_client_mark(crystal_client*, int64_t at_ns);
+typedef struct {
+  int64_t start_ns; /* of the transfer */
+  int64_t end_ns;   /* when the call is to be released; it may be past (late) or to come */
+} crystal_release;
+/* Returns once the release is known, which is not when it is due. TIMEOUT after limit_ns,
+ * with a message that says what the call waits for; 0 only looks. A ticket can be waited
+ * for until 1024 later ones have been given, INVALID afterwards. */
+CRYSTAL_REPLAY_API int crystal_client_wait(
+    crystal_client*, int64_t ticket, int64_t limit_ns, crystal_release* release);
 
 #ifdef __cplusplus
 }
