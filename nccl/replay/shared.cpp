@@ -82,8 +82,6 @@ void Bell::ring() {
 }
 
 void Bell::ring_if_asleep() {
-  // Against the store of is_asleep and the look for requests that follows it.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
   if (is_asleep.load()) {
     ring();
   }
@@ -231,7 +229,7 @@ bool SharedPort::poll(Request* request) {
       next_ = 0;
     }
     const uint64_t head = side.head.load(std::memory_order_relaxed);
-    if (head != side.tail.load(std::memory_order_acquire)) {
+    if (head != side.tail.load()) {
       *request = side.ring[head % kMostOpen].request;
       request->rank = side.rank;
       side.head.store(head + 1, std::memory_order_release);
@@ -250,8 +248,8 @@ bool SharedPort::is_quiet() const {
 
 void SharedPort::deliver(int32_t rank, int64_t ticket, int64_t start_ns, int64_t end_ns) {
   Slot& slot = of(rank).slots[ticket % kMostOpen];
-  slot.start_ns.store(start_ns, std::memory_order_relaxed);
-  slot.end_ns.store(end_ns, std::memory_order_relaxed);
+  slot.start_ns.store(start_ns, std::memory_order_release);
+  slot.end_ns.store(end_ns, std::memory_order_release);
   slot.word.store(word_of(ticket, kKnown));
   if (slot.waiters.load() > 0) {
     futex_wake(&slot.word, INT_MAX);
@@ -446,7 +444,9 @@ void Client::push(const Request& request) {
     sched_yield();
   }
   side_->ring[tail % kMostOpen].request = request;
-  side_->tail.store(tail + 1, std::memory_order_release);
+  // Either the engine's thread sees this before it sleeps, or this thread sees that it
+  // sleeps: both are sequentially consistent.
+  side_->tail.store(tail + 1);
 }
 
 // Serves the request here, if this is the engine's process, or sees that it is served.
@@ -467,9 +467,8 @@ bool Client::wait(int64_t ticket, int64_t limit_ns, crystal_release* release,
   for (;;) {
     const uint32_t word = slot.word.load(std::memory_order_acquire);
     if (word == known) {
-      release->start_ns = slot.start_ns.load(std::memory_order_relaxed);
-      release->end_ns = slot.end_ns.load(std::memory_order_relaxed);
-      std::atomic_thread_fence(std::memory_order_acquire);
+      release->start_ns = slot.start_ns.load(std::memory_order_acquire);
+      release->end_ns = slot.end_ns.load(std::memory_order_acquire);
       if (slot.word.load(std::memory_order_relaxed) == known) {
         return true;
       }
