@@ -10,6 +10,9 @@ namespace {
 constexpr int kRequests = 64;          // between two looks at what can be computed
 constexpr int kLanes = 8;              // between two looks at requests
 constexpr int64_t kLookNs = 20'000'000; // between two looks for the dead
+// Waking a thread costs who wakes it some microseconds (50 on a virtual machine), so a
+// helper in a hurry leaves what is not urgent to the next one, or to the thread's tick.
+constexpr int64_t kTickNs = 1'000'000;
 
 void count(int64_t ns, int64_t* sum, int64_t* most, int64_t (&log2)[CRYSTAL_LIVE_BUCKETS]) {
   *sum += ns;
@@ -96,8 +99,9 @@ void Live::serve() {
       const std::lock_guard guard(lock_);
       did = look_with_lock();
     }
+    looked = now;
     if (!did && !stopping_) {
-      bell_.sleep(seen, kLookNs);
+      bell_.sleep(seen, helps_ ? kTickNs : kLookNs);
     }
     bell_.is_asleep.store(0);
   }
@@ -110,12 +114,7 @@ bool Live::help() {
   } else if (!helps_ || !guard.try_lock()) {
     return false;
   }
-  const bool did = step();
-  guard.unlock();
-  if (did && has_thread_ && is_ready_) {
-    bell_.ring_if_asleep(); // the rest is the thread's
-  }
-  return did;
+  return step();
 }
 
 bool Live::look() {
