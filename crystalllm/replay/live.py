@@ -286,6 +286,12 @@ class Client:
             _fail(self.library, code)
         return Release(release.start_ns, release.end_ns)
 
+    def wait_until(self, at_ns: int) -> None:
+        """Returns at this time of the run; computes ahead meanwhile, where this process may."""
+        code = self.library.crystal_client_wait_until(self._attached(), at_ns)
+        if code < 0:
+            _fail(self.library, code)
+
     def _attached(self) -> int:
         if not self._detach.alive:
             raise ClosedError(
@@ -343,6 +349,7 @@ def _load(path: Path) -> Any:
         "client_arrive": (i64, [pointer, pointer, i64]),
         "client_mark": (ctypes.c_int, [pointer, i64]),
         "client_wait": (ctypes.c_int, [pointer, i64, i64, pointer]),
+        "client_wait_until": (ctypes.c_int, [pointer, i64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"crystal_{name}")

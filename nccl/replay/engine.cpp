@@ -173,6 +173,7 @@ void Engine::reset(int32_t num_iterations) {
   queue_.assign(lanes_.size() + 1, 0);
   queue_begin_ = queue_size_ = 0;
   woken_.clear();
+  soonest_.clear();
   parked_.clear();
   tickets_.clear();
   free_ticket_ = kNone;
@@ -195,6 +196,10 @@ void Engine::reset(int32_t num_iterations) {
 // --- running ----------------------------------------------------------------------
 
 void Engine::put_last(int32_t lane) {
+  if (is_live()) {
+    soonest_.push(lanes_, lane);
+    return;
+  }
   size_t at = queue_begin_ + queue_size_++;
   if (at >= queue_.size()) {
     at -= queue_.size();
@@ -202,12 +207,25 @@ void Engine::put_last(int32_t lane) {
   queue_[at] = lane;
 }
 
-// Who has just been woken goes on first: its group is still in the cache.
+// Who has just been woken goes on first: its group is still in the cache. In a live
+// run it is whom an arrival has woken, for the same rank may call again soon, and then
+// whoever is needed soonest.
+void Engine::wake_lane(int32_t lane) {
+  if (is_live() && new_ticket_ == kNone) {
+    soonest_.push(lanes_, lane);
+  } else {
+    woken_.push_back(lane);
+  }
+}
+
 int32_t Engine::take_next() {
   if (!woken_.empty()) {
     const int32_t lane = woken_.back();
     woken_.pop_back();
     return lane;
+  }
+  if (is_live()) {
+    return soonest_.pop(lanes_);
   }
   const int32_t lane = queue_[queue_begin_];
   if (++queue_begin_ == queue_.size()) {
@@ -330,7 +348,7 @@ void Engine::advance(int32_t index) {
           other.parts.host_ns += other.t - before;
           other.waits_in_channel = false;
           ++other.at;
-          woken_.push_back(channel.waiter);
+          wake_lane(channel.waiter);
           channel.waiter = kNone;
         } else {
           channel.times.push_back(lane.t);
@@ -467,7 +485,7 @@ void Engine::wake(int32_t* list, int32_t instance) {
     lane.waits_for.instance = kNone;
     ++lane.at;
     --instances_[instance].refs; // the caller still holds one, or it is not complete
-    woken_.push_back(at);
+    wake_lane(at);
     at = next;
   }
   *list = kNone;

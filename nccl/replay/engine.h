@@ -3,6 +3,7 @@
 // determines it puts the lane back into the queue.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <stdexcept>
@@ -80,7 +81,7 @@ class Engine {
   void finish(int32_t rank);
   // Up to so many lanes go on; false if none could.
   bool work(int num_lanes);
-  bool is_ready() const { return queue_size_ > 0 || !woken_.empty(); }
+  bool is_ready() const { return queue_size_ > 0 || !woken_.empty() || !soonest_.is_empty(); }
   // Lets the others one iteration further ahead; false if none is held back.
   bool lift_horizon();
   // What a call of an external rank waits for.
@@ -141,6 +142,39 @@ class Engine {
   struct Connection {
     int32_t comm = kNone;
     int32_t seq = 0;
+  };
+  // Lanes that can go on, by their time in steps of half a millisecond, some seconds
+  // round: what lies further ahead comes too early, which costs time but changes nothing.
+  class Soonest {
+   public:
+    void clear() {
+      first_.assign(kNum, kNone);
+      size_ = 0;
+    }
+    bool is_empty() const { return size_ == 0; }
+    void push(std::vector<Lane>& lanes, int32_t lane) {
+      const int64_t step = lanes[lane].t >> kShift;
+      now_ = size_++ == 0 ? step : std::min(now_, step);
+      lanes[lane].next = first_[step % kNum];
+      first_[step % kNum] = lane;
+    }
+    int32_t pop(std::vector<Lane>& lanes) {
+      while (first_[now_ % kNum] == kNone) {
+        ++now_;
+      }
+      const int32_t lane = first_[now_ % kNum];
+      first_[now_ % kNum] = lanes[lane].next;
+      lanes[lane].next = kNone;
+      --size_;
+      return lane;
+    }
+
+   private:
+    static constexpr int kShift = 19;
+    static constexpr int64_t kNum = 8192;
+    std::vector<int32_t> first_;
+    int64_t now_ = 0;
+    int64_t size_ = 0;
   };
   // A call of an external rank.
   struct Ticket {
@@ -211,6 +245,7 @@ class Engine {
   size_t queue_begin_ = 0;
   size_t queue_size_ = 0;
   std::vector<int32_t> woken_;
+  Soonest soonest_; // instead of the queue, in a live run
   // A lane that never waits gives way after so many instructions, or it would run
   // through all iterations and leave as many communications open.
   static constexpr int kTurn = 1024;
@@ -236,7 +271,9 @@ class Engine {
   };
   std::unordered_map<int32_t, std::vector<Note>> notes_; // by instance
 
+  bool is_live() const { return listener_ != nullptr; }
   void put_last(int32_t lane);
+  void wake_lane(int32_t lane);
   int32_t take_next();
 };
 

@@ -33,6 +33,7 @@ void Engine::begin(int32_t num_iterations, const std::vector<int32_t>& external,
   external_ = external;
   ahead_ = ahead;
   listener_ = listener;
+  new_ticket_ = kNone;
   turn_ = kLiveTurn;
   reset(num_iterations);
   set_horizon();
@@ -83,6 +84,7 @@ void Engine::arrive(int32_t r, const crystal_instruction& call, int64_t at_ns, i
     events_[num_events].iteration = static_cast<int32_t>(marks_[r].size()) + 1;
   }
   release(handle.instance);
+  new_ticket_ = kNone;
 }
 
 void Engine::hold(const Handle& handle) {

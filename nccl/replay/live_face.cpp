@@ -144,4 +144,11 @@ int crystal_client_wait(
   }));
 }
 
+int crystal_client_wait_until(crystal_client* client, int64_t at_ns) {
+  return static_cast<int>(guarded([&] {
+    client->client->wait_until(at_ns);
+    return 0;
+  }));
+}
+
 } // extern "C"

@@ -234,6 +234,9 @@ typedef struct {
  * for until 1024 later ones have been given, INVALID afterwards. */
 CRYSTAL_REPLAY_API int crystal_client_wait(
     crystal_client*, int64_t ticket, int64_t limit_ns, crystal_release* release);
+/* Returns at this time of the run: sleeps, spins over the last client_spin_ns, and computes
+ * ahead instead of sleeping where this process may. What a release is waited out with. */
+CRYSTAL_REPLAY_API int crystal_client_wait_until(crystal_client*, int64_t at_ns);
 
 #ifdef __cplusplus
 }

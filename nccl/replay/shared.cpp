@@ -26,6 +26,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared between proces
 
 constexpr uint64_t kMagic = 0x31306576696c7963; // changes with the layout
 constexpr int64_t kSliceNs = 20'000'000;        // a sleeper looks for the dead so often
+constexpr int64_t kHelpNs = 20'000;             // longer than one step of help takes
 constexpr int64_t kAnswerNs = 1'000'000'000;
 
 enum State : uint32_t { kFree = 0, kPending = 1, kKnown = 2, kFailed = 3 };
@@ -504,6 +505,28 @@ bool Client::wait(int64_t ticket, int64_t limit_ns, crystal_release* release,
     }
     check_engine();
     sleep(slot, pending, std::min(limit_ns - (now - begun), kSliceNs));
+  }
+}
+
+void Client::wait_until(int64_t at_ns) {
+  const int64_t spin_ns = segment_->header().spin_ns;
+  for (;;) {
+    const int64_t left = at_ns - now_ns();
+    if (left <= 0) {
+      return;
+    }
+    if (helper_ && left > kHelpNs && helper_->help()) {
+      continue;
+    }
+    if (left > spin_ns) {
+      const int64_t ns = std::min(left - spin_ns, kSliceNs);
+      const timespec pause{0, ns};
+      nanosleep(&pause, nullptr);
+      check_open();
+      check_engine();
+    } else {
+      pause_cpu();
+    }
   }
 }
 

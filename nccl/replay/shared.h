@@ -136,6 +136,8 @@ class Client {
   void mark(int64_t at_ns);
   // False at the limit, where `reason` (if any) says what the call waits for.
   bool wait(int64_t ticket, int64_t limit_ns, crystal_release* release, std::string* reason);
+  // Until this time; computes in the meantime if it can.
+  void wait_until(int64_t at_ns);
   int64_t now_ns() const { return monotonic_ns() - segment_->header().epoch_ns; }
 
  private:

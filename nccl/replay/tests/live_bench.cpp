@@ -7,6 +7,7 @@
 // thread), process (the rank is in another process). Prints one JSON object: times
 // from arrive() to the known release, over calls that this arrival determined.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -132,7 +133,7 @@ Answers drive(crystal_client* client, int iterations, const std::vector<int64_t>
   const auto wait = [&](int64_t ticket) {
     crystal_release release{};
     check(crystal_client_wait(client, ticket, 20'000'000'000, &release));
-    until(release.end_ns);
+    check(crystal_client_wait_until(client, release.end_ns));
   };
   for (int k = 0; k < iterations; ++k) {
     for (const auto& i : program) {
@@ -154,7 +155,7 @@ Answers drive(crystal_client* client, int iterations, const std::vector<int64_t>
           found.ns.push_back(known - asked);
           found.late.push_back(std::max<int64_t>(0, known - release.end_ns));
         }
-        until(release.end_ns);
+        check(crystal_client_wait_until(client, release.end_ns));
       } else if (i.op == CRYSTAL_OP_MARK) {
         check(crystal_client_mark(client, -1));
       }
@@ -211,7 +212,11 @@ int main(int argc, char** argv) {
   crystal_live* live = crystal_live_start(replayed, external, 1, &options);
   check(live == nullptr ? -1 : 0);
   // What can be computed before the first arrival.
+  const auto begun = std::chrono::steady_clock::now();
   check(crystal_live_settle(live, 60'000'000'000));
+  const std::chrono::duration<double> ahead = std::chrono::steady_clock::now() - begun;
+  std::printf("\"settle_s\": %.3f, ", ahead.count());
+  std::fflush(stdout);
   if (mode == "process") {
     const char* text = crystal_live_address(live);
     if (write(address[1], text, std::strlen(text)) < 0) return 1;
