@@ -220,7 +220,26 @@ SPLITS = Table(
     ),
 )
 
+DURATIONS = Table(
+    "durations",
+    1,
+    "how long one segment of computation, or one kind of transfer, takes",
+    (
+        Column("kind", TEXT, "segment or transfer"),
+        Column("role", pa.int32(), "of a segment, else -1"),
+        Column("lane", TEXT, "of a segment, else empty"),
+        Column("section", TEXT, "of a segment: prologue, body or epilogue; else empty"),
+        Column("position", pa.int64(), "of a segment among those of lane and section; else -1"),
+        Column("key", TEXT, "call record of a transfer as text, else empty"),
+        Column("median_ns", pa.int64(), "the duration"),
+        Column("sigma", pa.float64(), "of a lognormal around it; 0 if constant or unknown"),
+        Column("count", pa.int64(), "measurements that it rests on"),
+        Column("source", TEXT, "measured, captured, table, model or given"),
+    ),
+)
+
 ALL = (
+    DURATIONS,
     CALLS,
     CALL_TIMES,
     EVENTS,
