@@ -423,6 +423,7 @@ def _build(args: argparse.Namespace, _: object) -> int:
     from crystalllm import native
 
     print(native.build(echo=True))
+    print(native.replay_library(echo=True))
     return 0
 
 

@@ -93,6 +93,36 @@ class Rank:
     connections: Sequence[int]
 
 
+class PerturbationKind(IntEnum):
+    """What a perturbation does (nccl/replay/replay.h)."""
+
+    SLOW = 0
+    PAUSE_IN = 1
+    PAUSE_AT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """A rank that computes longer, or pauses.
+
+    Args:
+        kind: Slow in some iterations, a pause in some, or a pause at a time.
+        rank: Who.
+        first, every: Iterations first, first + every, …; every 0 is all from first on.
+        factor: On RUN durations.
+        pause_ns: In the first RUN of lane 0 of the iteration, or that ends after `at_ns`.
+        at_ns: From the start of the replay.
+    """
+
+    kind: PerturbationKind
+    rank: int
+    first: int = 1
+    every: int = 0
+    factor: float = 1.0
+    pause_ns: int = 0
+    at_ns: int = 0
+
+
 @dataclass
 class Durations:
     """By class, in nanoseconds.
@@ -104,6 +134,7 @@ class Durations:
         rank_factors: On the RUNs of each rank; empty for 1.
         link_factors: On the transfers of each communicator; empty for 1.
         seed: Of what is drawn.
+        perturbations: What-ifs, in the order in which they apply.
     """
 
     ns: Sequence[int]
@@ -112,6 +143,7 @@ class Durations:
     rank_factors: Sequence[float] = ()
     link_factors: Sequence[float] = ()
     seed: int = 0
+    perturbations: Sequence[Perturbation] = ()
 
 
 @dataclass

@@ -59,6 +59,8 @@ class Engine {
   void set_rank_factors(const double* factors);
   void set_link_factors(const double* factors);
   void watch(int32_t rank);
+  void set_perturbations(const crystal_perturbation* list, int32_t n);
+  void trace(int32_t iteration) { traced_ = iteration; }
 
   void run(int32_t num_iterations);
 
@@ -67,6 +69,7 @@ class Engine {
   const std::vector<crystal_breakdown>& breakdown(int32_t rank) const { return parts_.at(rank); }
   std::vector<int64_t> lane_ends(int32_t rank) const;
   const std::vector<crystal_event>& events() const { return events_; }
+  std::vector<crystal_step> critical_path() const;
 
  private:
   static constexpr int32_t kNone = -1;
@@ -95,7 +98,12 @@ class Engine {
   struct Instance {
     int64_t last_arrival = 0;
     int64_t root_arrival = -1;
+    int64_t second_arrival = -1; // the one before the last
     int64_t transfer = 0; // of participants that end with all
+    int32_t last_lane = kNone;
+    int32_t last_at = kNone; // what it did before, by its place in the lane's body
+    int32_t root_lane = kNone;
+    int32_t root_at = kNone;
     int32_t comm = kNone;
     int32_t seq = 0;
     int32_t arrived = 0;
@@ -118,7 +126,12 @@ class Engine {
     int32_t seq = 0;
   };
   struct Channel {
-    std::deque<int64_t> times;
+    struct Signal {
+      int64_t t;
+      int32_t lane;
+      int32_t at;
+    };
+    std::deque<Signal> signals;
     int32_t waiter = kNone;
   };
   struct Rank {
@@ -129,6 +142,15 @@ class Engine {
     int64_t first_handle = 0;
     int64_t first_channel = 0;
     bool is_watched = false;
+    bool is_perturbed = false;
+  };
+  // When an instruction of the traced iteration was done, and what bound it.
+  struct Moment {
+    int64_t end = 0;
+    int64_t start = 0; // when it, or what bound it, began
+    int64_t slack = -1;
+    int32_t by_lane = kNone; // its own lane's last instruction otherwise
+    int32_t by_at = kNone;
   };
 
   void reset(int32_t num_iterations);
@@ -145,12 +167,20 @@ class Engine {
   int64_t end_of(const Handle& handle, int64_t* start) const;
   int64_t transfer_of(int32_t cls, int32_t comm, int32_t seq) const;
   void release(int32_t instance);
+  int64_t perturbed(const Lane& lane, int32_t index, int64_t ns);
+  // Where in its lane's body; none outside the traced iteration.
+  int32_t traced_at(const Lane& lane) const;
+  int32_t before(const Lane& lane) const; // the instruction before, likewise
+  void remember(const Lane& lane, int64_t start, int64_t slack, int32_t by_lane = kNone,
+                int32_t by_at = kNone);
+  void await(Lane& lane, const Channel::Signal& signal);
   void note(int32_t lane, const crystal_instruction& i, const Handle& handle);
   void settle_notes(int32_t instance, bool whole);
 
   [[noreturn]] void report_mismatch(const Instance& instance, int32_t lane,
                                     const crystal_instruction& i) const;
   [[noreturn]] void report_deadlock() const;
+  [[noreturn]] void report_left_over(const Instance& instance) const;
   std::string describe(int32_t lane) const;
   int32_t who_is_missing(int32_t lane) const;
 
@@ -175,6 +205,11 @@ class Engine {
   std::vector<std::vector<int64_t>> marks_;
   std::vector<std::vector<crystal_breakdown>> parts_;
   std::vector<crystal_event> events_;
+  std::vector<crystal_perturbation> perturbations_;
+  std::vector<uint8_t> is_used_; // PAUSE_AT, and PAUSE_IN within its iteration
+  std::vector<int32_t> used_in_;
+  int32_t traced_ = 0;
+  std::vector<std::vector<Moment>> moments_; // by lane
   struct Note {
     size_t event;
     Handle handle;

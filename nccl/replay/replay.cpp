@@ -113,6 +113,21 @@ int crystal_replay_set_link_factors(crystal_replay* world, const double* factors
   });
 }
 
+int crystal_replay_set_perturbations(
+    crystal_replay* world, const crystal_perturbation* list, int32_t num_perturbations) {
+  return guarded(world, [&](Engine& engine) {
+    engine.set_perturbations(list, num_perturbations);
+    return 0;
+  });
+}
+
+int crystal_replay_trace(crystal_replay* world, int32_t iteration) {
+  return guarded(world, [&](Engine& engine) {
+    engine.trace(iteration);
+    return 0;
+  });
+}
+
 int crystal_replay_watch(crystal_replay* world, int32_t rank) {
   return guarded(world, [&](Engine& engine) {
     engine.watch(rank);
@@ -152,6 +167,11 @@ int64_t crystal_replay_breakdown(
 int64_t crystal_replay_events(
     const crystal_replay* world, crystal_event* events, int64_t capacity) {
   return copy_out(world->engine.events(), events, capacity);
+}
+
+int64_t crystal_replay_critical_path(
+    const crystal_replay* world, crystal_step* steps, int64_t capacity) {
+  return copy_out(world->engine.critical_path(), steps, capacity);
 }
 
 } // extern "C"

@@ -106,6 +106,28 @@ CRYSTAL_REPLAY_API int crystal_replay_set_rank_factors(crystal_replay*, const do
 /* Factor on the transfers of each communicator; NULL for 1. */
 CRYSTAL_REPLAY_API int crystal_replay_set_link_factors(crystal_replay*, const double* factors);
 
+/* What-if: a rank that computes longer, or pauses. Iterations count from 1; with
+ * `every` they are first, first + every, …; 0 means all from first on. */
+typedef enum {
+  CRYSTAL_SLOW = 0,     /* RUN durations of the rank times `factor`, in these iterations */
+  CRYSTAL_PAUSE_IN = 1, /* `pause_ns` more in the first RUN of lane 0 of these iterations */
+  CRYSTAL_PAUSE_AT = 2, /* `pause_ns` more in the first RUN of lane 0 that ends after `at_ns` */
+} crystal_perturbation_kind;
+typedef struct {
+  int32_t kind; /* crystal_perturbation_kind */
+  int32_t rank;
+  int32_t first;
+  int32_t every;
+  double factor;
+  int64_t pause_ns;
+  int64_t at_ns;
+} crystal_perturbation;
+CRYSTAL_REPLAY_API int crystal_replay_set_perturbations(
+    crystal_replay*, const crystal_perturbation*, int32_t num_perturbations);
+
+/* Keeps what the critical path of one iteration (from 1) needs; 0 for none. */
+CRYSTAL_REPLAY_API int crystal_replay_trace(crystal_replay*, int32_t iteration);
+
 /* Keeps arrival, start and end of every call of a rank. */
 CRYSTAL_REPLAY_API int crystal_replay_watch(crystal_replay*, int32_t rank);
 
@@ -142,6 +164,23 @@ typedef struct {
 } crystal_event;
 CRYSTAL_REPLAY_API int64_t crystal_replay_events(
     const crystal_replay*, crystal_event* events, int64_t capacity);
+
+/* The critical path of the traced iteration, from its last mark back to its begin:
+ * what each moment had to wait for. `slack_ns` says how much earlier it could have
+ * been before something else would have bound it; -1 where nothing else does. */
+typedef struct {
+  int32_t rank;
+  int32_t lane;
+  int32_t position; /* of the instruction in the lane's body */
+  int32_t op;       /* crystal_op */
+  int32_t call;
+  int32_t cls;
+  int64_t start_ns;
+  int64_t end_ns;
+  int64_t slack_ns;
+} crystal_step;
+CRYSTAL_REPLAY_API int64_t crystal_replay_critical_path(
+    const crystal_replay*, crystal_step* steps, int64_t capacity);
 
 #ifdef __cplusplus
 }
