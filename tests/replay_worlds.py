@@ -127,6 +127,9 @@ def worlds(draw):
     durations = Durations(
         ns=draw(st.lists(st.integers(0, 10**6), min_size=n, max_size=n)),
         spread=draw(st.sampled_from([(), (0.0, 0.3, 0.1, 1.0)])),
+        choices=draw(
+            st.sampled_from([{}, {1: [(5, 1), (1000, 2)], 3: [(7, 3), (0, 1), (123_456, 5)]}])
+        ),
         drain_ns=draw(st.sampled_from([(), (1, 2, 3, 4)])),
         rank_factors=draw(st.sampled_from([(), tuple(1 + 0.37 * r for r in range(b.num_ranks))])),
         link_factors=draw(

@@ -175,6 +175,14 @@ class Engine:
                 handle, _pointer(ns), _pointer(spread), _pointer(drain), len(ns), d.seed
             )
         )
+        for cls, choices in d.choices.items():
+            values = np.array([c[0] for c in choices], np.int64)
+            weights = np.array([c[1] for c in choices], np.int64)
+            self._check(
+                lib.crystal_replay_set_choices(
+                    handle, cls, _pointer(values), _pointer(weights), len(choices)
+                )
+            )
         ranks, links = _or_null(d.rank_factors, np.float64), _or_null(d.link_factors, np.float64)
         self._check(lib.crystal_replay_set_rank_factors(handle, _pointer(ranks)))
         self._check(lib.crystal_replay_set_link_factors(handle, _pointer(links)))
@@ -244,6 +252,7 @@ def _load(path: Path) -> Any:
         "set_communicators": (ctypes.c_int, [pointer, pointer, i32]),
         "add_ranks": (ctypes.c_int, [pointer, i32, pointer, pointer, pointer]),
         "set_durations": (ctypes.c_int, [pointer, pointer, pointer, pointer, i32, u64]),
+        "set_choices": (ctypes.c_int, [pointer, i32, pointer, pointer, i32]),
         "set_rank_factors": (ctypes.c_int, [pointer, pointer]),
         "set_link_factors": (ctypes.c_int, [pointer, pointer]),
         "set_perturbations": (ctypes.c_int, [pointer, pointer, i32]),

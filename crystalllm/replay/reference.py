@@ -214,9 +214,13 @@ def _transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
 def duration_ns(world: World, cls: int, entity: int, count: int) -> int:
     """The duration of a class, or what is drawn for this entity and count."""
     d = world.durations
-    if not d.spread or d.spread[cls] == 0:
+    is_drawn = cls in d.choices or (d.spread and d.spread[cls] != 0)
+    if not is_drawn:
         return d.ns[cls]
     key = _mix(_mix(_mix(d.seed ^ cls) ^ entity) ^ count)
+    if cls in d.choices:
+        values = [ns for ns, weight in d.choices[cls] for _ in range(weight)]
+        return values[key % len(values)]
     u, v = _unit(key), _unit(_mix(key))
     normal = math.sqrt(-2.0 * math.log(u)) * math.cos(2.0 * math.pi * v)
     return scaled(d.ns[cls], math.exp(d.spread[cls] * normal))

@@ -6,7 +6,7 @@ Plain data, read alike by the engine (`engine.py`) and by its reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -131,6 +131,7 @@ class Durations:
         ns: The duration, or the median where it is drawn.
         spread: Sigma of a lognormal around it, 0 for a constant.
         drain_ns: What the receiver of an eager message adds.
+        choices: By class, (ns, weight) of each duration that it may take, drawn.
         rank_factors: On the RUNs of each rank; empty for 1.
         link_factors: On the transfers of each communicator; empty for 1.
         seed: Of what is drawn.
@@ -140,6 +141,7 @@ class Durations:
     ns: Sequence[int]
     spread: Sequence[float] = ()
     drain_ns: Sequence[int] = ()
+    choices: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     rank_factors: Sequence[float] = ()
     link_factors: Sequence[float] = ()
     seed: int = 0

@@ -47,10 +47,42 @@ void Durations::set(const int64_t* ns, const double* spread, const int64_t* drai
     drain_.assign(drain, drain + n);
   }
   seed_ = seed;
+  choices_.clear();
+  is_drawn_.assign(n, 0);
+  for (int32_t i = 0; i < n; ++i) {
+    is_drawn_[i] = spread_[i] != 0.0;
+  }
+}
+
+void Durations::set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n) {
+  Choices made;
+  uint64_t sum = 0;
+  bool is_valid = cls >= 0 && cls < size() && n > 0;
+  for (int32_t i = 0; i < n && is_valid; ++i) {
+    is_valid = ns[i] >= 0 && weights[i] > 0;
+    sum += static_cast<uint64_t>(weights[i]);
+    made.ns.push_back(ns[i]);
+    made.up_to.push_back(sum);
+  }
+  if (!is_valid) {
+    throw Failure(CRYSTAL_REPLAY_INVALID,
+                  "The choices of a duration are none, or negative. Class " +
+                      std::to_string(cls) +
+                      ". Give durations of 0 or more with weights above 0 for a class that is "
+                      "there.");
+  }
+  choices_[cls] = std::move(made);
+  is_drawn_[cls] = 1;
 }
 
 int64_t Durations::draw(int32_t cls, uint64_t entity, uint64_t count) const {
   const uint64_t key = mix(mix(mix(seed_ ^ static_cast<uint64_t>(cls)) ^ entity) ^ count);
+  if (const auto found = choices_.find(cls); found != choices_.end()) {
+    const auto& up_to = found->second.up_to;
+    const uint64_t at = key % up_to.back();
+    const auto chosen = std::upper_bound(up_to.begin(), up_to.end(), at) - up_to.begin();
+    return found->second.ns[chosen];
+  }
   const double u = unit(key);
   const double v = unit(mix(key));
   const double normal = std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);

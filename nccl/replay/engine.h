@@ -26,8 +26,9 @@ class Durations {
   int32_t size() const { return static_cast<int32_t>(ns_.size()); }
   // `entity` is a rank or a communicator, `count` says which of its durations.
   int64_t get(int32_t cls, uint64_t entity, uint64_t count) const {
-    return spread_[cls] == 0.0 ? ns_[cls] : draw(cls, entity, count);
+    return is_drawn_[cls] ? draw(cls, entity, count) : ns_[cls];
   }
+  void set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n);
   int64_t drain(int32_t cls) const { return drain_[cls]; }
 
  private:
@@ -35,6 +36,12 @@ class Durations {
 
   std::vector<int64_t> ns_;
   std::vector<double> spread_;
+  std::vector<uint8_t> is_drawn_;
+  struct Choices {
+    std::vector<int64_t> ns;
+    std::vector<uint64_t> up_to; // sums of weights
+  };
+  std::unordered_map<int32_t, Choices> choices_;
   std::vector<int64_t> drain_;
   uint64_t seed_ = 0;
 };

@@ -99,6 +99,15 @@ int crystal_replay_set_durations(
   });
 }
 
+int crystal_replay_set_choices(
+    crystal_replay* world, int32_t cls, const int64_t* duration_ns, const int64_t* weights,
+    int32_t num_choices) {
+  return guarded(world, [&](Engine& engine) {
+    engine.durations().set_choices(cls, duration_ns, weights, num_choices);
+    return 0;
+  });
+}
+
 int crystal_replay_set_rank_factors(crystal_replay* world, const double* factors) {
   return guarded(world, [&](Engine& engine) {
     engine.set_rank_factors(factors);

@@ -101,6 +101,11 @@ CRYSTAL_REPLAY_API int crystal_replay_add_ranks(
 CRYSTAL_REPLAY_API int crystal_replay_set_durations(
     crystal_replay*, const int64_t* duration_ns, const double* spread, const int64_t* drain_ns,
     int32_t num_classes, uint64_t seed);
+/* Makes a class take one of several durations, with these weights (> 0), drawn like a
+ * spread: the sizes that an uneven all_to_all had, say. Call it after set_durations. */
+CRYSTAL_REPLAY_API int crystal_replay_set_choices(
+    crystal_replay*, int32_t cls, const int64_t* duration_ns, const int64_t* weights,
+    int32_t num_choices);
 /* Factor on the rank's RUN durations (rounded half up); NULL for 1. */
 CRYSTAL_REPLAY_API int crystal_replay_set_rank_factors(crystal_replay*, const double* factors);
 /* Factor on the transfers of each communicator; NULL for 1. */
