@@ -232,9 +232,7 @@ def one_forward_one_backward(num_stages, num_microbatches, *, chunks=1):
             b.run(rank, 0 if kind == "f" else 1)
             if 0 <= after < virtual:
                 comm = _channel(b, kind, stage, after, microbatch)
-                b.call(
-                    rank, comm, 2, blocks=False, end=End.SELF, is_root=True, is_message=True
-                )
+                b.call(rank, comm, 2, blocks=False, end=End.SELF, is_root=True, is_message=True)
     return b
 
 

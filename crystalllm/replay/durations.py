@@ -9,7 +9,8 @@ capturing machine, and transfers from whatever the caller knows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,15 @@ class Duration:
         sigma: Of a lognormal around it; 0 where it is constant or unknown.
         count: Measurements that it rests on.
         source: measured, captured, table, model or given.
+        choices: (ns, how often) of each duration that occurs, where it depends on
+            split sizes; `ns` is their median.
     """
 
     ns: int
     sigma: float = 0.0
     count: int = 0
     source: str = "given"
+    choices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -72,50 +76,55 @@ class DurationTable:
             ) from None
 
     def save(self, path: Path, *, provenance: Mapping[str, Any]) -> None:
-        rows = [
-            {
-                "kind": "segment",
-                "role": r,
-                "lane": lane,
-                "section": s,
-                "position": p,
-                "key": "",
-                "d": d,
-            }
-            for (r, lane, s, p), d in sorted(self.segments.items())
-        ] + [
-            {
-                "kind": "transfer",
-                "role": -1,
-                "lane": "",
-                "section": "",
-                "position": -1,
-                "key": k,
-                "d": d,
-            }
-            for k, d in sorted(self.transfers.items())
-        ]
+        """Writes the table; a transfer with choices takes a row for each of them."""
+        rows: list[tuple[Any, ...]] = []
+        for (role, lane, section, position), d in sorted(self.segments.items()):
+            rows.append(
+                ("segment", role, lane, section, position, "", d.ns, d.sigma, d.count, d.source)
+            )
+        for key, d in sorted(self.transfers.items()):
+            for ns, count in d.choices or ((d.ns, d.count),):
+                rows.append(("transfer", -1, "", "", -1, key, ns, d.sigma, count, d.source))
         columns = {
-            name: [row[name] for row in rows]
-            for name in ("kind", "role", "lane", "section", "position", "key")
+            column.name: [row[i] for row in rows]
+            for i, column in enumerate(tables.DURATIONS.columns)
         }
-        columns["median_ns"] = [row["d"].ns for row in rows]
-        columns["sigma"] = [row["d"].sigma for row in rows]
-        columns["count"] = [row["d"].count for row in rows]
-        columns["source"] = [row["d"].source for row in rows]
         tables.DURATIONS.write(path, columns, provenance=provenance)
 
     @classmethod
     def load(cls, path: Path) -> DurationTable:
         table, _ = tables.DURATIONS.read(path)
         found = cls()
+        of_key: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in table.to_pylist():
+            if row["kind"] == "transfer":
+                of_key[row["key"]].append(row)
+                continue
             d = Duration(row["median_ns"], row["sigma"], row["count"], row["source"])
-            if row["kind"] == "segment":
-                found.segments[row["role"], row["lane"], row["section"], row["position"]] = d
+            found.segments[row["role"], row["lane"], row["section"], row["position"]] = d
+        for key, rows in of_key.items():
+            first = rows[0]
+            if len(rows) == 1:
+                found.transfers[key] = Duration(
+                    first["median_ns"], first["sigma"], first["count"], first["source"]
+                )
             else:
-                found.transfers[row["key"]] = d
+                choices = [(row["median_ns"], row["count"]) for row in rows]
+                found.transfers[key] = of_choices(choices, source=first["source"])
         return found
+
+
+def of_choices(choices: Iterable[tuple[int, int]], *, source: str) -> Duration:
+    """A duration that is one of several (ns, how often)."""
+    ordered = sorted(choices)
+    half = sum(count for _, count in ordered) / 2
+    seen = 0
+    for ns, count in ordered:  # noqa: B007 - the weighted median is where the loop stops
+        seen += count
+        if seen >= half:
+            break
+    total = sum(count for _, count in ordered)
+    return Duration(ns, count=total, source=source, choices=tuple(ordered))
 
 
 def captured_segments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Layout
 from crystalllm.records import element_size
-from crystalllm.replay.durations import SECTIONS, DurationTable, captured_segments
+from crystalllm.replay.durations import (
+    SECTIONS,
+    Duration,
+    DurationTable,
+    captured_segments,
+    of_choices,
+)
+from crystalllm.replay.what_if import SlowLink
 from crystalllm.replay.world import (
     END_OF,
     Durations,
@@ -67,7 +74,8 @@ class Capture:
         if len(tables_["ranks"]) != structure["world_size"]:
             raise UserError(
                 "This capture does not describe the whole world",
-                where=f"Folder {folder}: {len(tables_['ranks'])} of {structure['world_size']} ranks",
+                where=f"Folder {folder}: {len(tables_['ranks'])} ranks of "
+                f"{structure['world_size']}",
                 do="Capture with --strategy roles or all",
             )
         events = tables_["events"].merge(tables_["event_times"], on=["rank", "event"])
@@ -127,14 +135,33 @@ class _Classes:
 
     ns: list[int] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
-    numbers: dict[Any, int] = field(default_factory=dict)
+    choices: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    names: dict[Any, int] = field(default_factory=dict)
 
-    def number(self, name: Any, ns: int, sigma: float) -> int:
-        if name not in self.numbers:
-            self.numbers[name] = len(self.ns)
-            self.ns.append(ns)
-            self.spread.append(sigma)
-        return self.numbers[name]
+    def number(self, name: Any, d: Duration) -> int:
+        if name not in self.names:
+            number = self.names[name] = len(self.ns)
+            self.ns.append(d.ns)
+            self.spread.append(d.sigma)
+            if d.choices:
+                self.choices[number] = d.choices
+        return self.names[name]
+
+
+@dataclass(frozen=True)
+class Replayable:
+    """A world, and what its numbers mean.
+
+    Args:
+        world: For the engine.
+        classes: Name of each duration class: ("segment", role, lane, section,
+            position) or ("transfer", key).
+        links: Description and signature of each communicator's group.
+    """
+
+    world: World
+    classes: list[tuple[Any, ...]]
+    links: list[tuple[str, str]]
 
 
 def build(
@@ -144,7 +171,8 @@ def build(
     seed: int = 0,
     draw: bool = False,
     eager_bytes: int = 0,
-) -> World:
+    what_ifs: Sequence[Any] = (),
+) -> Replayable:
     """The world of a capture.
 
     Args:
@@ -153,6 +181,7 @@ def build(
         seed: Of draws.
         draw: Draw durations from their distributions instead of taking medians.
         eager_bytes: Messages up to this size end at their sender's side at once.
+        what_ifs: From `what_if.load`.
     """
     classes = _Classes()
     forms: dict[str, int] = {}
@@ -160,7 +189,7 @@ def build(
     roles = capture.speakers()
     numbers = {role: i for i, role in enumerate(sorted(roles))}
     for role in sorted(roles):
-        compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes, draw)
+        compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes)
         programs.append(compiler.program(roles[role]))
         slots_of.append(list(compiler.slots))
     communicators = _Communicators(capture)
@@ -168,12 +197,37 @@ def build(
     for rank, role in capture.ranks["role"].items():
         number = numbers[int(role)]
         ranks.append(Rank(number, [communicators.of(int(rank), s) for s in slots_of[number]]))
-    return World(
+    links = communicators.links()
+    world = World(
         programs=programs,
         communicators=communicators.sizes,
         ranks=ranks,
-        durations=Durations(ns=classes.ns, spread=classes.spread if draw else (), seed=seed),
+        durations=Durations(
+            ns=classes.ns,
+            spread=classes.spread if draw else (),
+            choices=classes.choices if draw else {},
+            seed=seed,
+            link_factors=_link_factors(what_ifs, links),
+            perturbations=[w.perturbation() for w in what_ifs if not isinstance(w, SlowLink)],
+        ),
     )
+    return Replayable(world, list(classes.names), links)
+
+
+def _link_factors(what_ifs: Sequence[Any], links: list[tuple[str, str]]) -> list[float]:
+    factors = [1.0] * len(links)
+    for slow in (w for w in what_ifs if isinstance(w, SlowLink)):
+        matching = [i for i, names in enumerate(links) if slow.group in names]
+        if not matching:
+            raise UserError(
+                f"No group is called {slow.group}",
+                where="What-if slow-link",
+                do="Use a description or signature: "
+                + ", ".join(sorted({n for names in links for n in names if n})),
+            )
+        for i in matching:
+            factors[i] *= slow.factor
+    return factors if any(f != 1.0 for f in factors) else []
 
 
 # A group's collectives are ("", group, 0); messages (direction, group, peer offset).
@@ -209,6 +263,17 @@ class _Communicators:
         pair = (rank, peer) if direction == "send" else (peer, rank)
         return self._number((members, creation, pair), 2)
 
+    def links(self) -> list[tuple[str, str]]:
+        """By number, description and signature of the group."""
+        named = {
+            (tuple(int(m) for m in row.members), int(row.creation)): (
+                str(row.description),
+                str(row.signature),
+            )
+            for row in self.capture.groups.itertuples()
+        }
+        return [named[name[0], name[1]] for name in self.numbers]
+
     def _group(self, rank: int, ordinal: int) -> tuple[tuple[int, ...], int]:
         if (rank, ordinal) in self.identities:
             return self.groups[self.identities[rank, ordinal]]
@@ -241,10 +306,9 @@ class _Compiler:
         forms: dict[str, int],
         role: int,
         eager_bytes: int,
-        draw: bool,
     ) -> None:
         self.capture, self.durations, self.classes = capture, durations, classes
-        self.forms, self.role, self.eager_bytes, self.draw = forms, role, eager_bytes, draw
+        self.forms, self.role, self.eager_bytes = forms, role, eager_bytes
         self.slots: dict[Slot, int] = {}
         self.handles: dict[Any, int] = {}
 
@@ -303,8 +367,7 @@ class _Compiler:
                 d = self.durations.segment((self.role, lane, section, num_segments))
                 name = ("segment", self.role, lane, section, num_segments)
                 num_segments += 1
-                sigma = d.sigma if self.draw else 0.0
-                made.append(Instruction(op=Op.RUN, cls=self.classes.number(name, d.ns, sigma)))
+                made.append(Instruction(op=Op.RUN, cls=self.classes.number(name, d)))
             elif row.kind.startswith("COMM"):
                 made.append(self._post(self.calls[row.call]))
             elif row.kind == "WAIT" and row.call in self.calls:
@@ -318,7 +381,7 @@ class _Compiler:
 
     def _post(self, call: Any) -> Instruction:
         d = self.durations.transfer(call.key)
-        cls = self.classes.number(("transfer", call.key), d.ns, d.sigma if self.draw else 0.0)
+        cls = self.classes.number(("transfer", call.key), d)
         is_message = call.kind in ("send", "recv")
         slot: Slot = ("", int(call.group), 0)
         end, is_root, form = END_OF[ends(call.kind, is_root=call.root == "me")], False, call.kind
@@ -346,14 +409,29 @@ class _Compiler:
 
 
 def uniform_transfers(
-    calls: pd.DataFrame, *, latency_ns: int, bytes_per_s: float
-) -> Mapping[str, Any]:
-    """Transfer times by one latency and one bandwidth: a first look, no prediction."""
-    from crystalllm.replay.durations import Duration
+    calls: pd.DataFrame, *, latency_ns: float, bytes_per_s: float
+) -> dict[str, Duration]:
+    """Transfer times by one latency and one bandwidth: a first look, no prediction.
 
-    found = {}
-    for row in calls.drop_duplicates("key").itertuples(index=False):
-        elements = max(row.in_elements, row.out_elements)
-        ns = latency_ns + elements * element_size(row.dtype) / bytes_per_s * 1e9
-        found[row.key] = Duration(round(ns), source="model")
+    Args:
+        calls: Rows of `calls`.
+        latency_ns: Of every call.
+        bytes_per_s: For what the rank puts in or gets out, whichever is more.
+
+    Returns:
+        By key; calls with split sizes take as long as the sizes that occurred.
+    """
+    c = calls.assign(
+        elements=calls[["in_elements", "out_elements"]].max(axis=1),
+        element_bytes=calls["dtype"].astype(str).map(element_size),
+    )
+    c["ns"] = (latency_ns + c["elements"] * c["element_bytes"] / bytes_per_s * 1e9).round()
+    counts = c.astype({"key": str, "ns": int}).groupby(["key", "ns"]).size()
+    found: dict[str, Duration] = {}
+    for key, of_key in counts.groupby(level="key"):
+        choices = [(int(ns), int(n)) for (_, ns), n in of_key.items()]
+        if len(choices) == 1:
+            found[str(key)] = Duration(choices[0][0], count=choices[0][1], source="model")
+        else:
+            found[str(key)] = of_choices(choices, source="model")
     return found

@@ -179,7 +179,11 @@ class _Perturbed:
                 continue
             if p.kind == PerturbationKind.SLOW:
                 ns = scaled(ns, p.factor)
-            elif p.kind == PerturbationKind.PAUSE_IN and lane == 0 and (n, iteration) not in self.used:
+            elif (
+                p.kind == PerturbationKind.PAUSE_IN
+                and lane == 0
+                and (n, iteration) not in self.used
+            ):
                 self.used.add((n, iteration))
                 pauses += p.pause_ns
         for n, p in mine:
