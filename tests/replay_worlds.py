@@ -100,7 +100,7 @@ class Builder:
 
 
 @st.composite
-def worlds(draw):
+def worlds(draw, *, shares_links=False):
     """From one global order of communications, which every rank follows: nobody gets stuck."""
     b = Builder(draw(st.integers(1, 5)), draw(st.integers(1, 2)))
     ranks = st.integers(0, b.num_ranks - 1)
@@ -135,6 +135,11 @@ def worlds(draw):
         link_factors=draw(
             st.sampled_from([(), tuple(1 + 0.1 * c for c in range(len(b.communicators)))])
         ),
+        link_classes=draw(
+            st.sampled_from([(), [c % 3 - 1 for c in range(len(b.communicators))]])
+        )
+        if shares_links
+        else (),
         seed=draw(st.integers(0, 2**63)),
         perturbations=draw(st.lists(perturbation, max_size=3)),
     )

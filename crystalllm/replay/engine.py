@@ -186,6 +186,8 @@ class Engine:
         ranks, links = _or_null(d.rank_factors, np.float64), _or_null(d.link_factors, np.float64)
         self._check(lib.crystal_replay_set_rank_factors(handle, _pointer(ranks)))
         self._check(lib.crystal_replay_set_link_factors(handle, _pointer(links)))
+        link_classes = _or_null(d.link_classes, np.int32)
+        self._check(lib.crystal_replay_set_link_classes(handle, _pointer(link_classes)))
         rows = [
             (p.kind, p.rank, p.first, p.every, p.factor, p.pause_ns, p.at_ns)
             for p in d.perturbations
@@ -255,6 +257,7 @@ def _load(path: Path) -> Any:
         "set_choices": (ctypes.c_int, [pointer, i32, pointer, pointer, i32]),
         "set_rank_factors": (ctypes.c_int, [pointer, pointer]),
         "set_link_factors": (ctypes.c_int, [pointer, pointer]),
+        "set_link_classes": (ctypes.c_int, [pointer, pointer]),
         "set_perturbations": (ctypes.c_int, [pointer, pointer, i32]),
         "trace": (ctypes.c_int, [pointer, i32]),
         "critical_path": (i64, [pointer, pointer, i64]),

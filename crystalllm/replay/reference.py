@@ -97,7 +97,7 @@ def replay(world: World, num_iterations: int) -> tuple[list[Event], dict[int, li
     _meet(world, meetings, edge)
     if not nx.is_directed_acyclic_graph(graph):
         raise Deadlock("circle")
-    at = _longest(graph, _Perturbed(world, num_iterations))
+    at = _longest(graph, Perturbed(world, num_iterations))
     events = [
         Event(r, lane, iteration, i.call, at[before], _start(at, before, i, comm, seq), at[end])
         for r, lane, iteration, i, before, comm, seq, end in calls
@@ -117,7 +117,7 @@ def _edges(graph: nx.DiGraph) -> Any:
 def _end_edges(edge: Any, world: World, call: tuple[Any, ...], end: Any) -> None:
     """When the call ends, by its rule."""
     _, _, _, i, before, comm, seq = call
-    transfer = _transfer_ns(world, i, comm, seq)
+    transfer = transfer_ns(world, i, comm, seq)
     if i.end == End.ALL:
         edge(("all", comm, seq), end, 0)  # the transfer is added where all have met
     elif i.end == End.SELF:
@@ -138,7 +138,7 @@ def _meet(world: World, meetings: dict[tuple[int, int], list[Any]], edge: Any) -
         if len({c[3].form for c in participants}) > 1:
             raise Deadlock(f"calls of communicator {comm}, number {seq} do not fit together")
         all_end = [c for c in participants if c[3].end == End.ALL]
-        transfer = max((_transfer_ns(world, c[3], comm, seq) for c in all_end), default=0)
+        transfer = max((transfer_ns(world, c[3], comm, seq) for c in all_end), default=0)
         roots = [c for c in participants if c[3].is_root]
         if not roots and any(c[3].end in (End.ROOT, End.AFTER_DATA) for c in participants):
             raise Deadlock(f"the root of communicator {comm}, number {seq} never comes")
@@ -150,7 +150,7 @@ def _meet(world: World, meetings: dict[tuple[int, int], list[Any]], edge: Any) -
             edge(c[4], ("root", comm, seq), 0)
 
 
-def _longest(graph: nx.DiGraph, perturbed: _Perturbed) -> dict[Any, int]:
+def _longest(graph: nx.DiGraph, perturbed: Perturbed) -> dict[Any, int]:
     at: dict[Any, int] = {}
     for node in nx.topological_sort(graph):
         at[node] = max((at[a] + d["ns"] for a, _, d in graph.in_edges(node, data=True)), default=0)
@@ -160,7 +160,7 @@ def _longest(graph: nx.DiGraph, perturbed: _Perturbed) -> dict[Any, int]:
     return at
 
 
-class _Perturbed:
+class Perturbed:
     """RUNs with what-ifs; called in the order of each lane."""
 
     def __init__(self, world: World, num_iterations: int) -> None:
@@ -209,7 +209,8 @@ def _run_ns(world: World, rank: int, i: Instruction, where: int) -> int:
     return scaled(ns, d.rank_factors[rank]) if d.rank_factors else ns
 
 
-def _transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
+def transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
+    """Of one call's class in one communication."""
     d = world.durations
     ns = duration_ns(world, i.cls, comm | (1 << 40), seq)
     return scaled(ns, d.link_factors[comm]) if d.link_factors else ns

@@ -134,6 +134,9 @@ class Durations:
         choices: By class, (ns, weight) of each duration that it may take, drawn.
         rank_factors: On the RUNs of each rank; empty for 1.
         link_factors: On the transfers of each communicator; empty for 1.
+        link_classes: Of each communicator, -1 where its transfers were measured as
+            they overlap; modelled ones that overlap at a rank in one class share
+            its bandwidth. Empty for -1.
         seed: Of what is drawn.
         perturbations: What-ifs, in the order in which they apply.
     """
@@ -144,6 +147,7 @@ class Durations:
     choices: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     rank_factors: Sequence[float] = ()
     link_factors: Sequence[float] = ()
+    link_classes: Sequence[int] = ()
     seed: int = 0
     perturbations: Sequence[Perturbation] = ()
 

@@ -178,6 +178,17 @@ void Engine::set_link_factors(const double* factors) {
   }
 }
 
+void Engine::set_link_classes(const int32_t* classes) {
+  link_classes_.clear();
+  num_link_classes_ = 0;
+  if (classes) {
+    link_classes_.assign(classes, classes + comms_.size());
+    for (const int32_t c : link_classes_) {
+      num_link_classes_ = std::max(num_link_classes_, c + 1);
+    }
+  }
+}
+
 void Engine::watch(int32_t rank) {
   if (rank < 0 || rank >= static_cast<int32_t>(ranks_.size())) {
     throw Failure(CRYSTAL_REPLAY_INVALID, "There is no such rank to watch. Rank " +
@@ -249,6 +260,8 @@ void Engine::reset(int32_t num_iterations) {
   }
   num_iterations_ = num_iterations;
   num_participations_ = 0;
+  under_way_.assign(ranks_.size() * static_cast<size_t>(num_link_classes_), {});
+  agenda_ = {};
   instances_.clear();
   free_instance_ = kNone;
   notes_.clear();
@@ -321,9 +334,12 @@ void Engine::run(int32_t num_iterations) {
     }
   }
   reset(num_iterations);
-  while (queue_size_ > 0 || !woken_.empty()) {
-    advance(take_next());
-  }
+  do {
+    while (queue_size_ > 0 || !woken_.empty()) {
+      advance(take_next());
+    }
+    // Everybody waits, so nothing can happen before what is due next.
+  } while (!agenda_.empty() && (happen(), true));
   for (const auto& lane : lanes_) {
     if (!lane.is_done) {
       report_deadlock();
@@ -483,6 +499,11 @@ Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
     instance.second_arrival = std::max(instance.second_arrival, lane.t);
   }
   Handle handle{lane.t, found, i.cls, i.ends, (i.flags & CRYSTAL_FLAG_MESSAGE) != 0};
+  if (i.ends == CRYSTAL_ENDS_ALL && !link_classes_.empty() &&
+      link_classes_[connection.comm] >= 0) {
+    instance.is_shared = true;
+    instance.ranks.push_back(lane.rank);
+  }
   if (i.ends == CRYSTAL_ENDS_ALL) {
     instance.transfer = std::max(instance.transfer, transfer_of(i.cls, connection.comm, seq));
   }
@@ -559,9 +580,71 @@ void Engine::complete(int32_t index) {
     }
   }
   instance.next = kNone;
+  if (instance.is_shared) {
+    ++instance.refs; // the agenda's
+    agenda_.push({instance.last_arrival, true, instance.comm, instance.seq, index});
+  }
   settle_notes(index, true);
   wake(&instance.wait_for_root, index);
-  wake(&instance.wait_for_all, index);
+  if (!instance.is_shared) {
+    wake(&instance.wait_for_all, index);
+  }
+}
+
+// --- transfers that share a link ------------------------------------------------
+
+void Engine::happen() {
+  const Happening now = agenda_.top();
+  agenda_.pop();
+  Instance& instance = instances_[now.instance];
+  const int32_t link_class = link_classes_[now.comm];
+  if (now.is_start) {
+    instance.planned_end = now.at + instance.transfer;
+    instance.divisor = 1;
+    for (const int32_t rank : instance.ranks) {
+      under_way(rank, link_class).push_back(now.instance);
+    }
+    share_again(instance.ranks, link_class, now.at);
+    agenda_.push({instance.planned_end, false, now.comm, now.seq, now.instance});
+    return;
+  }
+  // Entries whose transfer has been replanned since are out of date.
+  if (instance.comm != now.comm || instance.seq != now.seq || instance.settled_end >= 0 ||
+      instance.planned_end != now.at) {
+    return;
+  }
+  for (const int32_t rank : instance.ranks) {
+    auto& list = under_way(rank, link_class);
+    list.erase(std::find(list.begin(), list.end(), now.instance));
+  }
+  instance.settled_end = now.at;
+  share_again(instance.ranks, link_class, now.at);
+  settle_notes(now.instance, true);
+  wake(&instance.wait_for_all, now.instance);
+  release(now.instance);
+}
+
+void Engine::share_again(const std::vector<int32_t>& ranks, int32_t link_class, int64_t at) {
+  std::set<int32_t> touched;
+  for (const int32_t rank : ranks) {
+    const auto& list = under_way(rank, link_class);
+    touched.insert(list.begin(), list.end());
+  }
+  for (const int32_t index : touched) {
+    Instance& instance = instances_[index];
+    size_t busiest = 1;
+    for (const int32_t rank : instance.ranks) {
+      busiest = std::max(busiest, under_way(rank, link_class).size());
+    }
+    const auto divisor = static_cast<int32_t>(busiest);
+    if (divisor != instance.divisor) { // what is left takes so much longer, rounded up
+      const auto left = static_cast<__int128>(instance.planned_end - at) * divisor;
+      instance.planned_end =
+          at + static_cast<int64_t>((left + instance.divisor - 1) / instance.divisor);
+      instance.divisor = divisor;
+      agenda_.push({instance.planned_end, false, instance.comm, instance.seq, index});
+    }
+  }
 }
 
 void Engine::wake(int32_t* list, int32_t instance) {
@@ -582,7 +665,8 @@ void Engine::wake(int32_t* list, int32_t instance) {
 bool Engine::is_determined(const Handle& handle) const {
   const Instance& instance = instances_[handle.instance];
   switch (handle.ends) {
-    case CRYSTAL_ENDS_ALL: return instance.is_complete;
+    case CRYSTAL_ENDS_ALL:
+      return instance.is_complete && (!instance.is_shared || instance.settled_end >= 0);
     case CRYSTAL_ENDS_SELF: return true;
     default: return instance.root_arrival >= 0;
   }
@@ -598,7 +682,7 @@ int64_t Engine::end_of(const Handle& handle, int64_t* start) const {
   const Instance& instance = instances_[handle.instance];
   if (handle.ends == CRYSTAL_ENDS_ALL) {
     *start = instance.last_arrival;
-    return instance.last_arrival + instance.transfer;
+    return instance.is_shared ? instance.settled_end : instance.last_arrival + instance.transfer;
   }
   const int64_t transfer = transfer_of(handle.cls, instance.comm, instance.seq);
   switch (handle.ends) {
@@ -617,7 +701,7 @@ int64_t Engine::end_of(const Handle& handle, int64_t* start) const {
 
 bool Engine::take_end(Lane& lane, const Handle& handle) {
   if (!is_determined(handle)) {
-    if (instances_[handle.instance].is_complete) {
+    if (instances_[handle.instance].is_complete && handle.ends != CRYSTAL_ENDS_ALL) {
       throw Failure(CRYSTAL_REPLAY_MISMATCH,
                     "Nobody is the root of a rooted call. Rank " + std::to_string(lane.rank) +
                         ", communicator " + std::to_string(instances_[handle.instance].comm) +

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <deque>
+#include <queue>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -65,6 +67,7 @@ class Engine {
   Durations& durations() { return durations_; }
   void set_rank_factors(const double* factors);
   void set_link_factors(const double* factors);
+  void set_link_classes(const int32_t* classes);
   void watch(int32_t rank);
   void set_perturbations(const crystal_perturbation* list, int32_t n);
   void trace(int32_t iteration) { traced_ = iteration; }
@@ -122,6 +125,23 @@ class Engine {
     int32_t wait_for_root = kNone; // lanes
     int32_t next = kNone;          // open ones of the communicator, or free ones
     bool is_complete = false;
+    bool is_shared = false; // its end depends on other transfers until it is settled
+    int64_t settled_end = -1;
+    int64_t planned_end = 0; // while it is under way
+    int32_t divisor = 1;     // of its speed
+    std::vector<int32_t> ranks; // of its participants, if it is shared
+  };
+  // Something that happens to a shared transfer. Ends come before starts.
+  struct Happening {
+    int64_t at;
+    bool is_start;
+    int32_t comm;
+    int32_t seq;
+    int32_t instance;
+    bool operator>(const Happening& other) const {
+      return std::tie(at, is_start, comm, seq) >
+          std::tie(other.at, other.is_start, other.comm, other.seq);
+    }
   };
   struct Communicator {
     int32_t size = 0;
@@ -174,6 +194,12 @@ class Engine {
   int64_t end_of(const Handle& handle, int64_t* start) const;
   int64_t transfer_of(int32_t cls, int32_t comm, int32_t seq) const;
   void release(int32_t instance);
+  void happen();
+  // After transfers at these ranks have begun or ended.
+  void share_again(const std::vector<int32_t>& ranks, int32_t link_class, int64_t at);
+  std::vector<int32_t>& under_way(int32_t rank, int32_t link_class) {
+    return under_way_[static_cast<size_t>(rank) * num_link_classes_ + link_class];
+  }
   int64_t perturbed(const Lane& lane, int32_t index, int64_t ns);
   // Where in its lane's body; none outside the traced iteration.
   int32_t traced_at(const Lane& lane) const;
@@ -203,6 +229,10 @@ class Engine {
   Durations durations_;
   std::vector<double> rank_factors_;
   std::vector<double> link_factors_;
+  std::vector<int32_t> link_classes_;
+  int32_t num_link_classes_ = 0;
+  std::vector<std::vector<int32_t>> under_way_; // shared transfers by rank and class
+  std::priority_queue<Happening, std::vector<Happening>, std::greater<>> agenda_;
   std::vector<int32_t> queue_; // ring of lanes that can go on
   size_t queue_begin_ = 0;
   size_t queue_size_ = 0;

@@ -122,6 +122,13 @@ int crystal_replay_set_link_factors(crystal_replay* world, const double* factors
   });
 }
 
+int crystal_replay_set_link_classes(crystal_replay* world, const int32_t* classes) {
+  return guarded(world, [&](Engine& engine) {
+    engine.set_link_classes(classes);
+    return 0;
+  });
+}
+
 int crystal_replay_set_perturbations(
     crystal_replay* world, const crystal_perturbation* list, int32_t num_perturbations) {
   return guarded(world, [&](Engine& engine) {

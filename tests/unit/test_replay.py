@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crystalllm import tables
-from crystalllm.replay import reference
+from crystalllm.replay import reference, shared_reference
 from crystalllm.replay.engine import DeadlockError, Engine, ReplayError
 from crystalllm.replay.world import (
     Durations,
@@ -75,6 +75,20 @@ def test_a_world_in_which_somebody_gets_stuck_is_an_error_in_both(world, data):
         assert _rows(engine.events()) == _reference_rows(expected)
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(world=worlds(shares_links=True), num_iterations=st.integers(0, 3))
+def test_links_are_shared_as_in_the_event_loop(world, num_iterations):
+    expected, marks = shared_reference.replay(world, num_iterations)
+    with Engine(world) as engine:
+        engine.watch(range(len(world.ranks)))
+        engine.run(num_iterations)
+        assert _rows(engine.events()) == _reference_rows(expected)
+        assert {r: list(engine.marks(r)) for r in marks} == marks
+    if not world.durations.link_classes:  # two references that know nothing of each other
+        plain, _ = reference.replay(world, num_iterations)
+        assert _reference_rows(plain) == _reference_rows(expected)
+
+
 # --- closed forms --------------------------------------------------------------------
 
 FORWARD, BACKWARD = 1_000_000, 2_000_000
@@ -136,6 +150,29 @@ def test_one_straggler_delays_everybody_by_exactly_its_lateness():
     assert late == [[1050, 2877]] * n
     assert parts["wait_ns"].tolist() == [0, 777]
     assert parts["exposed_ns"].tolist() == [50, 50]
+
+
+def test_two_transfers_at_one_rank_take_turns_or_share():
+    """1000 ns each: the second starts at 400, both go on at half speed."""
+
+    def ends(link_classes):
+        b = Builder(3)
+        first, second = b.pair(0, 1), b.pair(0, 2)
+        b.call(0, first, 0, blocks=False, is_message=True)
+        b.run(0, 1)
+        handle = b.call(0, second, 0, blocks=False, is_message=True)
+        b.call(1, first, 0, is_message=True)
+        b.call(2, second, 0, is_message=True)
+        b.wait(0, handle)
+        world = b.world(Durations(ns=[1000, 400], link_classes=link_classes))
+        with Engine(world) as engine:
+            engine.run(1)
+            return [int(engine.marks(r)[0]) for r in range(3)]
+
+    assert ends(()) == [1400, 1000, 1400]
+    assert ends([0, 1]) == [1400, 1000, 1400]
+    # The first has 600 left, which take 1200; the second has then 400 left.
+    assert ends([0, 0]) == [2000, 1600, 2000]
 
 
 # --- what comes with a run ---------------------------------------------------------------
