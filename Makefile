@@ -31,7 +31,7 @@ $(VENV)/.ready: requirements/$(STACK).txt pyproject.toml
 
 build: venv
 	@echo "Building the native extension (a minute the first time) …"
-	@$(RUN) -c 'from crystalllm import native; print(native.build())'
+	@$(RUN) -c 'from crystalllm import native; print(native.build()); print(native.replay_library())'
 
 emulate: build
 	@echo "Capturing $(JOB): some ranks run, the others are inferred (under a minute on 2 cores) …"

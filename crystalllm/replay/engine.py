@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from crystalllm import native
 from crystalllm.errors import UserError
 from crystalllm.replay.world import Program, World
 
@@ -44,6 +45,21 @@ EVENT = np.dtype(
         ("end_ns", np.int64),
     ]
 )
+STEP = np.dtype(
+    [(name, np.int32) for name in ("rank", "lane", "position", "op", "call", "cls")]
+    + [(name, np.int64) for name in ("start_ns", "end_ns", "slack_ns")]
+)
+PERTURBATION = np.dtype(
+    [
+        ("kind", np.int32),
+        ("rank", np.int32),
+        ("first", np.int32),
+        ("every", np.int32),
+        ("factor", np.float64),
+        ("pause_ns", np.int64),
+        ("at_ns", np.int64),
+    ]
+)
 BREAKDOWN = np.dtype(
     [(f"{part}_ns", np.int64) for part in ("compute", "host", "wait", "bubble", "exposed")]
 )
@@ -62,8 +78,8 @@ class DeadlockError(ReplayError):
 class Engine:
     """One world in the engine. Use it as a context, or call `close`."""
 
-    def __init__(self, library: Path, world: World) -> None:
-        self.library = load_library(library)
+    def __init__(self, world: World, *, library: Path | None = None) -> None:
+        self.library = load_library(library or native.replay_library())
         self.handle = self.library.crystal_replay_new()
         self.num_ranks = len(world.ranks)
         try:
@@ -89,6 +105,10 @@ class Engine:
         for rank in ranks:
             self._check(self.library.crystal_replay_watch(self.handle, rank))
 
+    def trace(self, iteration: int) -> None:
+        """Keeps what the critical path of this iteration (from 1) needs."""
+        self._check(self.library.crystal_replay_trace(self.handle, iteration))
+
     def run(self, num_iterations: int) -> None:
         """Goes through prologue, so many bodies, and epilogue.
 
@@ -105,6 +125,10 @@ class Engine:
     def events(self) -> np.ndarray:
         """Calls of watched ranks, with the fields of EVENT."""
         return self._out(self.library.crystal_replay_events, EVENT)
+
+    def critical_path(self) -> np.ndarray:
+        """The traced iteration from its last mark back, with the fields of STEP."""
+        return self._out(self.library.crystal_replay_critical_path, STEP)
 
     def marks(self, rank: int) -> np.ndarray:
         """When the rank's iterations ended, in ns."""
@@ -151,9 +175,27 @@ class Engine:
                 handle, _pointer(ns), _pointer(spread), _pointer(drain), len(ns), d.seed
             )
         )
+        for cls, choices in d.choices.items():
+            values = np.array([c[0] for c in choices], np.int64)
+            weights = np.array([c[1] for c in choices], np.int64)
+            self._check(
+                lib.crystal_replay_set_choices(
+                    handle, cls, _pointer(values), _pointer(weights), len(choices)
+                )
+            )
         ranks, links = _or_null(d.rank_factors, np.float64), _or_null(d.link_factors, np.float64)
         self._check(lib.crystal_replay_set_rank_factors(handle, _pointer(ranks)))
         self._check(lib.crystal_replay_set_link_factors(handle, _pointer(links)))
+        link_classes = _or_null(d.link_classes, np.int32)
+        self._check(lib.crystal_replay_set_link_classes(handle, _pointer(link_classes)))
+        rows = [
+            (p.kind, p.rank, p.first, p.every, p.factor, p.pause_ns, p.at_ns)
+            for p in d.perturbations
+        ]
+        perturbations = np.array(rows, PERTURBATION)
+        self._check(
+            lib.crystal_replay_set_perturbations(handle, _pointer(perturbations), len(rows))
+        )
 
     def _out(self, function: Any, dtype: np.dtype, *where: int) -> np.ndarray:
         n = function(self.handle, *where, None, 0)
@@ -212,8 +254,13 @@ def load_library(path: Path) -> Any:
         "set_communicators": (ctypes.c_int, [pointer, pointer, i32]),
         "add_ranks": (ctypes.c_int, [pointer, i32, pointer, pointer, pointer]),
         "set_durations": (ctypes.c_int, [pointer, pointer, pointer, pointer, i32, u64]),
+        "set_choices": (ctypes.c_int, [pointer, i32, pointer, pointer, i32]),
         "set_rank_factors": (ctypes.c_int, [pointer, pointer]),
         "set_link_factors": (ctypes.c_int, [pointer, pointer]),
+        "set_link_classes": (ctypes.c_int, [pointer, pointer]),
+        "set_perturbations": (ctypes.c_int, [pointer, pointer, i32]),
+        "trace": (ctypes.c_int, [pointer, i32]),
+        "critical_path": (i64, [pointer, pointer, i64]),
         "watch": (ctypes.c_int, [pointer, i32]),
         "run": (ctypes.c_int, [pointer, i32]),
         "num_participations": (i64, [pointer]),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from crystalllm import native
 from crystalllm.replay.engine import (
     INSTRUCTION,
     DeadlockError,
@@ -113,7 +114,6 @@ class Live:
     """A run of a world whose `external` ranks are outside. Use it as a context, or `close`.
 
     Args:
-        library: The engine's shared object.
         world: All ranks, the external ones with their connections.
         external: Ranks whose calls arrive.
         num_iterations: Bodies that the others go through.
@@ -123,11 +123,11 @@ class Live:
         client_spin_ns: How long a wait looks for its release before it sleeps.
         has_thread: Without one, only calls of this process make the engine go on.
         helps: Waiting threads of this process compute, too.
+        library: The engine's shared object; built if need be.
     """
 
     def __init__(
         self,
-        library: Path,
         world: World,
         *,
         external: Sequence[int],
@@ -138,9 +138,11 @@ class Live:
         client_spin_ns: int = 50_000,
         has_thread: bool = True,
         helps: bool = True,
+        library: Path | None = None,
     ) -> None:
+        library = library or native.replay_library()
         self.library = _load(library)
-        self.engine = Engine(library, world)
+        self.engine = Engine(world, library=library)
         try:
             self.engine.watch(watch)
             ranks = np.asarray(external, np.int32)
@@ -277,9 +279,7 @@ class Client:
     def poll(self, ticket: int) -> Release | None:
         """The call's release if it is known by now."""
         release = _Release()
-        code = self.library.crystal_client_wait(
-            self._attached(), ticket, 0, ctypes.byref(release)
-        )
+        code = self.library.crystal_client_wait(self._attached(), ticket, 0, ctypes.byref(release))
         if code == -5:
             return None
         if code < 0:
@@ -302,17 +302,17 @@ class Client:
         return self._handle
 
 
-def attach(library: Path, address: str, rank: int, *, num_threads: int = 1) -> Client:
+def attach(address: str, rank: int, *, num_threads: int = 1, library: Path | None = None) -> Client:
     """The end of an external rank, in another process than the engine's.
 
     Args:
-        library: The engine's shared object.
         address: Of the run (`Live.address`).
         rank: Whose calls arrive here.
         num_threads: That make the rank's calls. When all of them wait, it makes no other;
             0 if that is not so, and no circle of waiting is found through this rank.
+        library: The engine's shared object; built if need be.
     """
-    loaded = _load(library)
+    loaded = _load(library or native.replay_library())
     handle = loaded.crystal_client_attach(address.encode(), rank, num_threads)
     return Client(loaded, handle, rank)
 

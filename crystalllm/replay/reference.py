@@ -15,7 +15,7 @@ from typing import Any
 
 import networkx as nx
 
-from crystalllm.replay.world import End, Instruction, Op, World
+from crystalllm.replay.world import End, Instruction, Op, PerturbationKind, World
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def replay(world: World, num_iterations: int) -> tuple[list[Event], dict[int, li
                     if i.op == Op.RUN:
                         where = (iteration << 32) | (base + position)
                         edge(before, here, _run_ns(world, r, i, where))
+                        graph.nodes[here]["run"] = (before, r, number, iteration)
                     elif i.op in (Op.POST, Op.COMM):
                         comm, seq = rank.connections[i.slot], counts[i.slot]
                         counts[i.slot] += 1
@@ -96,7 +97,7 @@ def replay(world: World, num_iterations: int) -> tuple[list[Event], dict[int, li
     _meet(world, meetings, edge)
     if not nx.is_directed_acyclic_graph(graph):
         raise Deadlock("circle")
-    at = _longest(graph)
+    at = _longest(graph, Perturbed(world, num_iterations))
     events = [
         Event(r, lane, iteration, i.call, at[before], _start(at, before, i, comm, seq), at[end])
         for r, lane, iteration, i, before, comm, seq, end in calls
@@ -116,7 +117,7 @@ def _edges(graph: nx.DiGraph) -> Any:
 def _end_edges(edge: Any, world: World, call: tuple[Any, ...], end: Any) -> None:
     """When the call ends, by its rule."""
     _, _, _, i, before, comm, seq = call
-    transfer = _transfer_ns(world, i, comm, seq)
+    transfer = transfer_ns(world, i, comm, seq)
     if i.end == End.ALL:
         edge(("all", comm, seq), end, 0)  # the transfer is added where all have met
     elif i.end == End.SELF:
@@ -132,11 +133,12 @@ def _end_edges(edge: Any, world: World, call: tuple[Any, ...], end: Any) -> None
 
 def _meet(world: World, meetings: dict[tuple[int, int], list[Any]], edge: Any) -> None:
     for (comm, seq), participants in meetings.items():
-        complete = len(participants) == world.communicators[comm]
-        all_end = [c for c in participants if c[3].end == End.ALL]
-        if all_end and not complete:
+        if len(participants) != world.communicators[comm]:
             raise Deadlock(f"not everybody comes to communicator {comm}, number {seq}")
-        transfer = max((_transfer_ns(world, c[3], comm, seq) for c in all_end), default=0)
+        if len({c[3].form for c in participants}) > 1:
+            raise Deadlock(f"calls of communicator {comm}, number {seq} do not fit together")
+        all_end = [c for c in participants if c[3].end == End.ALL]
+        transfer = max((transfer_ns(world, c[3], comm, seq) for c in all_end), default=0)
         roots = [c for c in participants if c[3].is_root]
         if not roots and any(c[3].end in (End.ROOT, End.AFTER_DATA) for c in participants):
             raise Deadlock(f"the root of communicator {comm}, number {seq} never comes")
@@ -148,11 +150,48 @@ def _meet(world: World, meetings: dict[tuple[int, int], list[Any]], edge: Any) -
             edge(c[4], ("root", comm, seq), 0)
 
 
-def _longest(graph: nx.DiGraph) -> dict[Any, int]:
+def _longest(graph: nx.DiGraph, perturbed: Perturbed) -> dict[Any, int]:
     at: dict[Any, int] = {}
     for node in nx.topological_sort(graph):
         at[node] = max((at[a] + d["ns"] for a, _, d in graph.in_edges(node, data=True)), default=0)
+        if run := graph.nodes[node].get("run"):
+            before, *where = run
+            at[node] = at[before] + perturbed.run_ns(at[before], at[node] - at[before], *where)
     return at
+
+
+class Perturbed:
+    """RUNs with what-ifs; called in the order of each lane."""
+
+    def __init__(self, world: World, num_iterations: int) -> None:
+        self.perturbations = world.durations.perturbations
+        self.num_iterations = num_iterations
+        self.used: set[Any] = set()
+
+    def run_ns(self, start: int, ns: int, rank: int, lane: int, iteration: int) -> int:
+        mine = [(n, p) for n, p in enumerate(self.perturbations) if p.rank == rank]
+        pauses = 0
+        for n, p in mine:
+            since = iteration - p.first
+            if not 1 <= iteration <= self.num_iterations or since < 0:
+                continue
+            if p.every and since % p.every:
+                continue
+            if p.kind == PerturbationKind.SLOW:
+                ns = scaled(ns, p.factor)
+            elif (
+                p.kind == PerturbationKind.PAUSE_IN
+                and lane == 0
+                and (n, iteration) not in self.used
+            ):
+                self.used.add((n, iteration))
+                pauses += p.pause_ns
+        for n, p in mine:
+            is_due = p.kind == PerturbationKind.PAUSE_AT and start + ns + pauses > p.at_ns
+            if is_due and lane == 0 and n not in self.used:
+                self.used.add(n)
+                pauses += p.pause_ns
+        return ns + pauses
 
 
 def _start(at: dict[Any, int], before: Any, i: Instruction, comm: int, seq: int) -> int:
@@ -170,7 +209,8 @@ def _run_ns(world: World, rank: int, i: Instruction, where: int) -> int:
     return scaled(ns, d.rank_factors[rank]) if d.rank_factors else ns
 
 
-def _transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
+def transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
+    """Of one call's class in one communication."""
     d = world.durations
     ns = duration_ns(world, i.cls, comm | (1 << 40), seq)
     return scaled(ns, d.link_factors[comm]) if d.link_factors else ns
@@ -179,9 +219,13 @@ def _transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
 def duration_ns(world: World, cls: int, entity: int, count: int) -> int:
     """The duration of a class, or what is drawn for this entity and count."""
     d = world.durations
-    if not d.spread or d.spread[cls] == 0:
+    is_drawn = cls in d.choices or (d.spread and d.spread[cls] != 0)
+    if not is_drawn:
         return d.ns[cls]
     key = _mix(_mix(_mix(d.seed ^ cls) ^ entity) ^ count)
+    if cls in d.choices:
+        values = [ns for ns, weight in d.choices[cls] for _ in range(weight)]
+        return values[key % len(values)]
     u, v = _unit(key), _unit(_mix(key))
     normal = math.sqrt(-2.0 * math.log(u)) * math.cos(2.0 * math.pi * v)
     return scaled(d.ns[cls], math.exp(d.spread[cls] * normal))

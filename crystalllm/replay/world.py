@@ -6,7 +6,7 @@ Plain data, read alike by the engine (`engine.py`) and by its reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -93,6 +93,36 @@ class Rank:
     connections: Sequence[int]
 
 
+class PerturbationKind(IntEnum):
+    """What a perturbation does (nccl/replay/replay.h)."""
+
+    SLOW = 0
+    PAUSE_IN = 1
+    PAUSE_AT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """A rank that computes longer, or pauses.
+
+    Args:
+        kind: Slow in some iterations, a pause in some, or a pause at a time.
+        rank: Who.
+        first, every: Iterations first, first + every, …; every 0 is all from first on.
+        factor: On RUN durations.
+        pause_ns: In the first RUN of lane 0 of the iteration, or that ends after `at_ns`.
+        at_ns: From the start of the replay.
+    """
+
+    kind: PerturbationKind
+    rank: int
+    first: int = 1
+    every: int = 0
+    factor: float = 1.0
+    pause_ns: int = 0
+    at_ns: int = 0
+
+
 @dataclass
 class Durations:
     """By class, in nanoseconds.
@@ -101,17 +131,25 @@ class Durations:
         ns: The duration, or the median where it is drawn.
         spread: Sigma of a lognormal around it, 0 for a constant.
         drain_ns: What the receiver of an eager message adds.
+        choices: By class, (ns, weight) of each duration that it may take, drawn.
         rank_factors: On the RUNs of each rank; empty for 1.
         link_factors: On the transfers of each communicator; empty for 1.
+        link_classes: Of each communicator, -1 where its transfers were measured as
+            they overlap; modelled ones that overlap at a rank in one class share
+            its bandwidth. Empty for -1.
         seed: Of what is drawn.
+        perturbations: What-ifs, in the order in which they apply.
     """
 
     ns: Sequence[int]
     spread: Sequence[float] = ()
     drain_ns: Sequence[int] = ()
+    choices: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     rank_factors: Sequence[float] = ()
     link_factors: Sequence[float] = ()
+    link_classes: Sequence[int] = ()
     seed: int = 0
+    perturbations: Sequence[Perturbation] = ()
 
 
 @dataclass

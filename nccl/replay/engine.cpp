@@ -43,10 +43,42 @@ void Durations::set(const int64_t* ns, const double* spread, const int64_t* drai
     drain_.assign(drain, drain + n);
   }
   seed_ = seed;
+  choices_.clear();
+  is_drawn_.assign(n, 0);
+  for (int32_t i = 0; i < n; ++i) {
+    is_drawn_[i] = spread_[i] != 0.0;
+  }
+}
+
+void Durations::set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n) {
+  Choices made;
+  uint64_t sum = 0;
+  bool is_valid = cls >= 0 && cls < size() && n > 0;
+  for (int32_t i = 0; i < n && is_valid; ++i) {
+    is_valid = ns[i] >= 0 && weights[i] > 0;
+    sum += static_cast<uint64_t>(weights[i]);
+    made.ns.push_back(ns[i]);
+    made.up_to.push_back(sum);
+  }
+  if (!is_valid) {
+    throw Failure(CRYSTAL_REPLAY_INVALID,
+                  "The choices of a duration are none, or negative. Class " +
+                      std::to_string(cls) +
+                      ". Give durations of 0 or more with weights above 0 for a class that is "
+                      "there.");
+  }
+  choices_[cls] = std::move(made);
+  is_drawn_[cls] = 1;
 }
 
 int64_t Durations::draw(int32_t cls, uint64_t entity, uint64_t count) const {
   const uint64_t key = mix(mix(mix(seed_ ^ static_cast<uint64_t>(cls)) ^ entity) ^ count);
+  if (const auto found = choices_.find(cls); found != choices_.end()) {
+    const auto& up_to = found->second.up_to;
+    const uint64_t at = key % up_to.back();
+    const auto chosen = std::upper_bound(up_to.begin(), up_to.end(), at) - up_to.begin();
+    return found->second.ns[chosen];
+  }
   const double u = unit(key);
   const double v = unit(mix(key));
   const double normal = std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
@@ -142,6 +174,17 @@ void Engine::set_link_factors(const double* factors) {
   }
 }
 
+void Engine::set_link_classes(const int32_t* classes) {
+  link_classes_.clear();
+  num_link_classes_ = 0;
+  if (classes) {
+    link_classes_.assign(classes, classes + comms_.size());
+    for (const int32_t c : link_classes_) {
+      num_link_classes_ = std::max(num_link_classes_, c + 1);
+    }
+  }
+}
+
 void Engine::watch(int32_t rank) {
   if (rank < 0 || rank >= static_cast<int32_t>(ranks_.size())) {
     throw Failure(CRYSTAL_REPLAY_INVALID, "There is no such rank to watch. Rank " +
@@ -150,9 +193,71 @@ void Engine::watch(int32_t rank) {
   ranks_[rank].is_watched = true;
 }
 
+void Engine::set_perturbations(const crystal_perturbation* list, int32_t n) {
+  for (auto& rank : ranks_) {
+    rank.is_perturbed = false;
+  }
+  for (int32_t i = 0; i < n; ++i) {
+    const auto& p = list[i];
+    if (p.rank < 0 || p.rank >= static_cast<int32_t>(ranks_.size()) || p.kind < CRYSTAL_SLOW ||
+        p.kind > CRYSTAL_PAUSE_AT || p.every < 0 || p.pause_ns < 0 || !(p.factor >= 0)) {
+      throw Failure(CRYSTAL_REPLAY_INVALID,
+                    "A perturbation names no rank, or makes time negative. Perturbation " +
+                        std::to_string(i) + ", rank " + std::to_string(p.rank) +
+                        ". Give a rank of the world, and factors and pauses of 0 or more.");
+    }
+    ranks_[p.rank].is_perturbed = true;
+  }
+  perturbations_.assign(list, list + n);
+}
+
+int64_t Engine::perturbed(const Lane& lane, int32_t index, int64_t ns) {
+  const bool is_first_lane = index == ranks_[lane.rank].first_lane;
+  int64_t pauses = 0;
+  for (size_t i = 0; i < perturbations_.size(); ++i) {
+    const auto& p = perturbations_[i];
+    if (p.rank != lane.rank) {
+      continue;
+    }
+    const int32_t since = lane.iteration - p.first;
+    const bool in_iteration = lane.iteration >= 1 && lane.iteration <= num_iterations_ &&
+        since >= 0 && (p.every == 0 || since % p.every == 0);
+    if (p.kind == CRYSTAL_SLOW) {
+      ns = in_iteration ? scaled(ns, p.factor) : ns;
+    } else if (p.kind == CRYSTAL_PAUSE_IN && is_first_lane && in_iteration &&
+               used_in_[i] != lane.iteration) {
+      used_in_[i] = lane.iteration;
+      pauses += p.pause_ns;
+    }
+  }
+  for (size_t i = 0; i < perturbations_.size(); ++i) {
+    const auto& p = perturbations_[i];
+    if (p.rank == lane.rank && p.kind == CRYSTAL_PAUSE_AT && is_first_lane && !is_used_[i] &&
+        lane.t + ns + pauses > p.at_ns) {
+      is_used_[i] = 1;
+      pauses += p.pause_ns;
+    }
+  }
+  return ns + pauses;
+}
+
 void Engine::reset(int32_t num_iterations) {
+  is_used_.assign(perturbations_.size(), 0);
+  used_in_.assign(perturbations_.size(), 0);
+  moments_.clear();
+  if (traced_ > 0) {
+    moments_.resize(lanes_.size());
+    for (const auto& rank : ranks_) {
+      const auto& shapes = programs_[rank.program].lanes;
+      for (size_t l = 0; l < shapes.size(); ++l) {
+        moments_[rank.first_lane + l].resize(shapes[l].body);
+      }
+    }
+  }
   num_iterations_ = num_iterations;
   num_participations_ = 0;
+  under_way_.assign(ranks_.size() * static_cast<size_t>(num_link_classes_), {});
+  agenda_ = {};
   instances_.clear();
   free_instance_ = kNone;
   notes_.clear();
@@ -167,7 +272,7 @@ void Engine::reset(int32_t num_iterations) {
   }
   std::fill(handles_.begin(), handles_.end(), Handle{});
   for (auto& c : channels_) {
-    c.times.clear();
+    c.signals.clear();
     c.waiter = kNone;
   }
   queue_.assign(lanes_.size() + 1, 0);
@@ -253,12 +358,20 @@ void Engine::run(int32_t num_iterations) {
   check_classes();
   be_offline();
   reset(num_iterations);
-  while (is_ready()) {
-    advance(take_next());
-  }
+  do {
+    while (is_ready()) {
+      advance(take_next());
+    }
+    // Everybody waits, so nothing can happen before what is due next.
+  } while (!agenda_.empty() && (happen(), true));
   for (const auto& lane : lanes_) {
     if (!lane.is_done) {
       report_deadlock();
+    }
+  }
+  for (size_t c = 0; c < comms_.size(); ++c) {
+    if (comms_[c].first != kNone) {
+      report_left_over(instances_[comms_[c].first]);
     }
   }
 }
@@ -297,6 +410,7 @@ void Engine::advance(int32_t index) {
       }
     }
     const crystal_instruction& i = *lane.at;
+    const int64_t before = lane.t;
     switch (i.op) {
       case CRYSTAL_OP_RUN: {
         const auto offset =
@@ -305,6 +419,9 @@ void Engine::advance(int32_t index) {
                                     (static_cast<uint64_t>(lane.iteration) << 32) | offset);
         if (!rank_factors_.empty()) {
           ns = scaled(ns, rank_factors_[lane.rank]);
+        }
+        if (rank.is_perturbed) {
+          ns = perturbed(lane, index, ns);
         }
         lane.t += ns;
         lane.parts.compute_ns += ns;
@@ -324,7 +441,8 @@ void Engine::advance(int32_t index) {
           return;
         }
         release(handle.instance);
-        break;
+        ++lane.at;
+        continue; // take_end remembered
       }
       case CRYSTAL_OP_WAIT: {
         Handle& handle = handles_[rank.first_handle + i.handle];
@@ -337,36 +455,34 @@ void Engine::advance(int32_t index) {
           return;
         }
         release(taken.instance);
-        break;
+        ++lane.at;
+        continue; // take_end remembered
       }
       case CRYSTAL_OP_SIGNAL: {
         Channel& channel = channels_[rank.first_channel + i.slot];
         if (channel.waiter != kNone) {
           Lane& other = lanes_[channel.waiter];
-          const int64_t before = other.t;
-          other.t = std::max(other.t, lane.t);
-          other.parts.host_ns += other.t - before;
+          await(other, {lane.t, index, traced_at(lane)});
           other.waits_in_channel = false;
           ++other.at;
           wake_lane(channel.waiter);
           channel.waiter = kNone;
         } else {
-          channel.times.push_back(lane.t);
+          channel.signals.push_back({lane.t, index, traced_at(lane)});
         }
         break;
       }
       case CRYSTAL_OP_AWAIT: {
         Channel& channel = channels_[rank.first_channel + i.slot];
-        if (channel.times.empty()) {
+        if (channel.signals.empty()) {
           channel.waiter = index;
           lane.waits_in_channel = true;
           return;
         }
-        const int64_t before = lane.t;
-        lane.t = std::max(lane.t, channel.times.front());
-        lane.parts.host_ns += lane.t - before;
-        channel.times.pop_front();
-        break;
+        await(lane, channel.signals.front());
+        channel.signals.pop_front();
+        ++lane.at;
+        continue; // await remembered
       }
       case CRYSTAL_OP_MARK:
         marks_[lane.rank].push_back(lane.t);
@@ -374,9 +490,21 @@ void Engine::advance(int32_t index) {
         lane.parts = {};
         break;
     }
+    remember(lane, before, -1);
     ++lane.at;
   }
   put_last(index);
+}
+
+void Engine::await(Lane& lane, const Channel::Signal& signal) {
+  const int64_t before = lane.t;
+  if (signal.t > before) {
+    lane.t = signal.t;
+    lane.parts.host_ns += lane.t - before;
+    remember(lane, signal.t, lane.t - before, signal.lane, signal.at);
+  } else {
+    remember(lane, before, -1);
+  }
 }
 
 Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
@@ -389,8 +517,21 @@ Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
   ++num_participations_;
   ++instance.refs;
   ++instance.arrived;
-  instance.last_arrival = std::max(instance.last_arrival, lane.t);
+  if (instance.arrived == 1 || lane.t > instance.last_arrival ||
+      (lane.t == instance.last_arrival && index < instance.last_lane)) {
+    instance.second_arrival = instance.arrived == 1 ? -1 : instance.last_arrival;
+    instance.last_arrival = lane.t;
+    instance.last_lane = index;
+    instance.last_at = before(lane);
+  } else {
+    instance.second_arrival = std::max(instance.second_arrival, lane.t);
+  }
   Handle handle{lane.t, found, i.cls, i.ends, (i.flags & CRYSTAL_FLAG_MESSAGE) != 0};
+  if (i.ends == CRYSTAL_ENDS_ALL && !link_classes_.empty() &&
+      link_classes_[connection.comm] >= 0) {
+    instance.is_shared = true;
+    instance.ranks.push_back(lane.rank);
+  }
   if (i.ends == CRYSTAL_ENDS_ALL) {
     instance.transfer = std::max(instance.transfer, transfer_of(i.cls, connection.comm, seq));
   }
@@ -403,6 +544,8 @@ Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
   if (i.flags & CRYSTAL_FLAG_ROOT) {
     instance.root_arrival = lane.t;
     settle_tickets(found);
+    instance.root_lane = index;
+    instance.root_at = before(lane);
     settle_notes(found, false);
     wake(&instance.wait_for_root, found);
   }
@@ -470,9 +613,71 @@ void Engine::complete(int32_t index) {
   }
   instance.next = kNone;
   settle_tickets(index); // before others are woken: somebody waits for it in real time
+  if (instance.is_shared) {
+    ++instance.refs; // the agenda's
+    agenda_.push({instance.last_arrival, true, instance.comm, instance.seq, index});
+  }
   settle_notes(index, true);
   wake(&instance.wait_for_root, index);
-  wake(&instance.wait_for_all, index);
+  if (!instance.is_shared) {
+    wake(&instance.wait_for_all, index);
+  }
+}
+
+// --- transfers that share a link ------------------------------------------------
+
+void Engine::happen() {
+  const Happening now = agenda_.top();
+  agenda_.pop();
+  Instance& instance = instances_[now.instance];
+  const int32_t link_class = link_classes_[now.comm];
+  if (now.is_start) {
+    instance.planned_end = now.at + instance.transfer;
+    instance.divisor = 1;
+    for (const int32_t rank : instance.ranks) {
+      under_way(rank, link_class).push_back(now.instance);
+    }
+    share_again(instance.ranks, link_class, now.at);
+    agenda_.push({instance.planned_end, false, now.comm, now.seq, now.instance});
+    return;
+  }
+  // Entries whose transfer has been replanned since are out of date.
+  if (instance.comm != now.comm || instance.seq != now.seq || instance.settled_end >= 0 ||
+      instance.planned_end != now.at) {
+    return;
+  }
+  for (const int32_t rank : instance.ranks) {
+    auto& list = under_way(rank, link_class);
+    list.erase(std::find(list.begin(), list.end(), now.instance));
+  }
+  instance.settled_end = now.at;
+  share_again(instance.ranks, link_class, now.at);
+  settle_notes(now.instance, true);
+  wake(&instance.wait_for_all, now.instance);
+  release(now.instance);
+}
+
+void Engine::share_again(const std::vector<int32_t>& ranks, int32_t link_class, int64_t at) {
+  std::set<int32_t> touched;
+  for (const int32_t rank : ranks) {
+    const auto& list = under_way(rank, link_class);
+    touched.insert(list.begin(), list.end());
+  }
+  for (const int32_t index : touched) {
+    Instance& instance = instances_[index];
+    size_t busiest = 1;
+    for (const int32_t rank : instance.ranks) {
+      busiest = std::max(busiest, under_way(rank, link_class).size());
+    }
+    const auto divisor = static_cast<int32_t>(busiest);
+    if (divisor != instance.divisor) { // what is left takes so much longer, rounded up
+      const auto left = static_cast<__int128>(instance.planned_end - at) * divisor;
+      instance.planned_end =
+          at + static_cast<int64_t>((left + instance.divisor - 1) / instance.divisor);
+      instance.divisor = divisor;
+      agenda_.push({instance.planned_end, false, instance.comm, instance.seq, index});
+    }
+  }
 }
 
 void Engine::wake(int32_t* list, int32_t instance) {
@@ -480,8 +685,7 @@ void Engine::wake(int32_t* list, int32_t instance) {
     Lane& lane = lanes_[at];
     const int32_t next = lane.next;
     lane.next = kNone;
-    const bool known = take_end(lane, lane.waits_for);
-    (void)known;
+    take_end(lane, lane.waits_for);
     lane.waits_for.instance = kNone;
     ++lane.at;
     --instances_[instance].refs; // the caller still holds one, or it is not complete
@@ -494,7 +698,8 @@ void Engine::wake(int32_t* list, int32_t instance) {
 bool Engine::is_determined(const Handle& handle) const {
   const Instance& instance = instances_[handle.instance];
   switch (handle.ends) {
-    case CRYSTAL_ENDS_ALL: return instance.is_complete;
+    case CRYSTAL_ENDS_ALL:
+      return instance.is_complete && (!instance.is_shared || instance.settled_end >= 0);
     case CRYSTAL_ENDS_SELF: return true;
     default: return instance.root_arrival >= 0;
   }
@@ -510,7 +715,7 @@ int64_t Engine::end_of(const Handle& handle, int64_t* start) const {
   const Instance& instance = instances_[handle.instance];
   if (handle.ends == CRYSTAL_ENDS_ALL) {
     *start = instance.last_arrival;
-    return instance.last_arrival + instance.transfer;
+    return instance.is_shared ? instance.settled_end : instance.last_arrival + instance.transfer;
   }
   const int64_t transfer = transfer_of(handle.cls, instance.comm, instance.seq);
   switch (handle.ends) {
@@ -529,6 +734,14 @@ int64_t Engine::end_of(const Handle& handle, int64_t* start) const {
 
 bool Engine::take_end(Lane& lane, const Handle& handle) {
   if (!is_determined(handle)) {
+    if (instances_[handle.instance].is_complete && handle.ends != CRYSTAL_ENDS_ALL) {
+      throw Failure(CRYSTAL_REPLAY_MISMATCH,
+                    "Nobody is the root of a rooted call. Rank " + std::to_string(lane.rank) +
+                        ", communicator " + std::to_string(instances_[handle.instance].comm) +
+                        ", sequence number " +
+                        std::to_string(instances_[handle.instance].seq) +
+                        ". Look at the calls of its participants.");
+    }
     lane.waits_for = handle;
     Instance& instance = instances_[handle.instance];
     int32_t& list =
@@ -539,11 +752,29 @@ bool Engine::take_end(Lane& lane, const Handle& handle) {
   }
   int64_t start = 0;
   const int64_t end = end_of(handle, &start);
-  if (end > lane.t) {
-    const int64_t idle = std::clamp(start - lane.t, int64_t{0}, end - lane.t);
-    (handle.is_message ? lane.parts.bubble_ns : lane.parts.wait_ns) += idle;
-    lane.parts.exposed_ns += end - lane.t - idle;
-    lane.t = end;
+  if (end <= lane.t) {
+    remember(lane, lane.t, -1);
+    return true;
+  }
+  const int64_t before = lane.t;
+  const int64_t idle = std::clamp(start - before, int64_t{0}, end - before);
+  (handle.is_message ? lane.parts.bubble_ns : lane.parts.wait_ns) += idle;
+  lane.parts.exposed_ns += end - before - idle;
+  lane.t = end;
+  if (traced_at(lane) != kNone) {
+    const Instance& instance = instances_[handle.instance];
+    int64_t slack = end - before;
+    if (handle.ends == CRYSTAL_ENDS_ALL) {
+      if (instance.second_arrival >= 0) {
+        slack = std::min(slack, instance.last_arrival - instance.second_arrival);
+      }
+      remember(lane, instance.last_arrival, slack, instance.last_lane, instance.last_at);
+    } else if (handle.ends == CRYSTAL_ENDS_SELF || handle.arrival >= instance.root_arrival) {
+      remember(lane, before, slack);
+    } else {
+      slack = std::min(slack, instance.root_arrival - handle.arrival);
+      remember(lane, instance.root_arrival, slack, instance.root_lane, instance.root_at);
+    }
   }
   return true;
 }
@@ -554,6 +785,69 @@ void Engine::release(int32_t index) {
     instance.next = free_instance_;
     free_instance_ = index;
   }
+}
+
+// --- the critical path ------------------------------------------------------------
+
+int32_t Engine::traced_at(const Lane& lane) const {
+  if (lane.iteration != traced_ || traced_ == 0) {
+    return kNone;
+  }
+  const Rank& rank = ranks_[lane.rank];
+  const Program& program = programs_[rank.program];
+  const auto& shape = program.lanes[&lane - lanes_.data() - rank.first_lane];
+  return static_cast<int32_t>(lane.at - program.instructions.data() - shape.begin -
+                              shape.prologue);
+}
+
+int32_t Engine::before(const Lane& lane) const {
+  const int32_t at = traced_at(lane);
+  return at == kNone ? kNone : at - 1;
+}
+
+void Engine::remember(const Lane& lane, int64_t start, int64_t slack, int32_t by_lane,
+                      int32_t by_at) {
+  const int32_t at = traced_at(lane);
+  if (at != kNone) {
+    moments_[&lane - lanes_.data()][at] = Moment{lane.t, start, slack, by_lane, by_at};
+  }
+}
+
+std::vector<crystal_step> Engine::critical_path() const {
+  std::vector<crystal_step> steps;
+  int32_t lane = kNone, at = kNone;
+  int64_t last = -1;
+  for (size_t l = 0; l < moments_.size(); ++l) { // the last mark
+    const Rank& rank = ranks_[lanes_[l].rank];
+    const Program& program = programs_[rank.program];
+    const auto& shape = program.lanes[l - rank.first_lane];
+    for (int32_t i = 0; i < shape.body; ++i) {
+      if (program.instructions[shape.begin + shape.prologue + i].op == CRYSTAL_OP_MARK &&
+          moments_[l][i].end > last) {
+        lane = static_cast<int32_t>(l);
+        at = i;
+        last = moments_[l][i].end;
+      }
+    }
+  }
+  while (at >= 0) {
+    const Rank& rank = ranks_[lanes_[lane].rank];
+    const Program& program = programs_[rank.program];
+    const int64_t number = lane - rank.first_lane;
+    const auto& shape = program.lanes[number];
+    const auto& i = program.instructions[shape.begin + shape.prologue + at];
+    const Moment& moment = moments_[lane][at];
+    const bool is_bound = moment.by_lane != kNone;
+    steps.push_back(crystal_step{lanes_[lane].rank, static_cast<int32_t>(number), at, i.op, i.call,
+                                 i.cls, moment.start, moment.end, moment.slack});
+    if (is_bound) {
+      lane = moment.by_lane;
+      at = moment.by_at; // none: it lies before the iteration
+    } else {
+      --at;
+    }
+  }
+  return steps;
 }
 
 // --- watching ---------------------------------------------------------------------
@@ -613,6 +907,26 @@ void Engine::report_mismatch(const Instance& instance, int32_t lane,
           std::to_string(lanes_[lane].rank) + " in call " + std::to_string(i.call) +
           ", communicator " + std::to_string(instance.comm) + ", sequence number " +
           std::to_string(instance.seq) + ". Capture the job again; matching names the difference.");
+}
+
+void Engine::report_left_over(const Instance& instance) const {
+  std::string missing;
+  for (size_t r = 0; r < ranks_.size() && missing.empty(); ++r) {
+    for (int32_t c = 0; c < ranks_[r].num_connections; ++c) {
+      const Connection& connection = connections_[ranks_[r].first_connection + c];
+      if (connection.comm == instance.comm && connection.seq <= instance.seq) {
+        missing = "rank " + std::to_string(r) + " has ended without it";
+        break;
+      }
+    }
+  }
+  throw Failure(CRYSTAL_REPLAY_DEADLOCK,
+                "A communication has no counterpart. Rank " +
+                    std::to_string(lanes_[instance.first_lane].rank) + " in call " +
+                    std::to_string(instance.first_call) + ", communicator " +
+                    std::to_string(instance.comm) + ", sequence number " +
+                    std::to_string(instance.seq) + "; " + missing +
+                    ". Look at the calls of both.");
 }
 
 std::string Engine::describe(int32_t index) const {

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <queue>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -27,8 +29,9 @@ class Durations {
   int32_t size() const { return static_cast<int32_t>(ns_.size()); }
   // `entity` is a rank or a communicator, `count` says which of its durations.
   int64_t get(int32_t cls, uint64_t entity, uint64_t count) const {
-    return spread_[cls] == 0.0 ? ns_[cls] : draw(cls, entity, count);
+    return is_drawn_[cls] ? draw(cls, entity, count) : ns_[cls];
   }
+  void set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n);
   int64_t drain(int32_t cls) const { return drain_[cls]; }
 
  private:
@@ -36,6 +39,12 @@ class Durations {
 
   std::vector<int64_t> ns_;
   std::vector<double> spread_;
+  std::vector<uint8_t> is_drawn_;
+  struct Choices {
+    std::vector<int64_t> ns;
+    std::vector<uint64_t> up_to; // sums of weights
+  };
+  std::unordered_map<int32_t, Choices> choices_;
   std::vector<int64_t> drain_;
   uint64_t seed_ = 0;
 };
@@ -59,7 +68,10 @@ class Engine {
   Durations& durations() { return durations_; }
   void set_rank_factors(const double* factors);
   void set_link_factors(const double* factors);
+  void set_link_classes(const int32_t* classes);
   void watch(int32_t rank);
+  void set_perturbations(const crystal_perturbation* list, int32_t n);
+  void trace(int32_t iteration) { traced_ = iteration; }
 
   void run(int32_t num_iterations);
 
@@ -92,6 +104,7 @@ class Engine {
   const std::vector<crystal_breakdown>& breakdown(int32_t rank) const { return parts_.at(rank); }
   std::vector<int64_t> lane_ends(int32_t rank) const;
   const std::vector<crystal_event>& events() const { return events_; }
+  std::vector<crystal_step> critical_path() const;
 
  private:
   static constexpr int32_t kNone = -1;
@@ -120,7 +133,12 @@ class Engine {
   struct Instance {
     int64_t last_arrival = 0;
     int64_t root_arrival = -1;
+    int64_t second_arrival = -1; // the one before the last
     int64_t transfer = 0; // of participants that end with all
+    int32_t last_lane = kNone;
+    int32_t last_at = kNone; // what it did before, by its place in the lane's body
+    int32_t root_lane = kNone;
+    int32_t root_at = kNone;
     int32_t comm = kNone;
     int32_t seq = 0;
     int32_t arrived = 0;
@@ -133,6 +151,23 @@ class Engine {
     int32_t tickets = kNone;       // external ranks' calls whose end is not known
     int32_t next = kNone;          // open ones of the communicator, or free ones
     bool is_complete = false;
+    bool is_shared = false; // its end depends on other transfers until it is settled
+    int64_t settled_end = -1;
+    int64_t planned_end = 0; // while it is under way
+    int32_t divisor = 1;     // of its speed
+    std::vector<int32_t> ranks; // of its participants, if it is shared
+  };
+  // Something that happens to a shared transfer. Ends come before starts.
+  struct Happening {
+    int64_t at;
+    bool is_start;
+    int32_t comm;
+    int32_t seq;
+    int32_t instance;
+    bool operator>(const Happening& other) const {
+      return std::tie(at, is_start, comm, seq) >
+          std::tie(other.at, other.is_start, other.comm, other.seq);
+    }
   };
   struct Communicator {
     int32_t size = 0;
@@ -185,7 +220,12 @@ class Engine {
     int32_t next = kNone; // of the instance, or free ones
   };
   struct Channel {
-    std::deque<int64_t> times;
+    struct Signal {
+      int64_t t;
+      int32_t lane;
+      int32_t at;
+    };
+    std::deque<Signal> signals;
     int32_t waiter = kNone;
   };
   struct Rank {
@@ -198,6 +238,15 @@ class Engine {
     bool is_watched = false;
     bool is_external = false;
     bool has_finished = false; // an external one
+    bool is_perturbed = false;
+  };
+  // When an instruction of the traced iteration was done, and what bound it.
+  struct Moment {
+    int64_t end = 0;
+    int64_t start = 0; // when it, or what bound it, began
+    int64_t slack = -1;
+    int32_t by_lane = kNone; // its own lane's last instruction otherwise
+    int32_t by_at = kNone;
   };
 
   void check_classes() const;
@@ -219,12 +268,26 @@ class Engine {
   void hold(const Handle& handle);
   void settle_tickets(int32_t instance);
   void set_horizon();
+  void happen();
+  // After transfers at these ranks have begun or ended.
+  void share_again(const std::vector<int32_t>& ranks, int32_t link_class, int64_t at);
+  std::vector<int32_t>& under_way(int32_t rank, int32_t link_class) {
+    return under_way_[static_cast<size_t>(rank) * num_link_classes_ + link_class];
+  }
+  int64_t perturbed(const Lane& lane, int32_t index, int64_t ns);
+  // Where in its lane's body; none outside the traced iteration.
+  int32_t traced_at(const Lane& lane) const;
+  int32_t before(const Lane& lane) const; // the instruction before, likewise
+  void remember(const Lane& lane, int64_t start, int64_t slack, int32_t by_lane = kNone,
+                int32_t by_at = kNone);
+  void await(Lane& lane, const Channel::Signal& signal);
   void note(int32_t lane, const crystal_instruction& i, const Handle& handle);
   void settle_notes(int32_t instance, bool whole);
 
   [[noreturn]] void report_mismatch(const Instance& instance, int32_t lane,
                                     const crystal_instruction& i) const;
   [[noreturn]] void report_deadlock() const;
+  [[noreturn]] void report_left_over(const Instance& instance) const;
   std::string describe(int32_t lane) const;
   int32_t missing_rank(const Instance& instance) const;
   int32_t who_is_missing(int32_t lane) const;
@@ -241,6 +304,10 @@ class Engine {
   Durations durations_;
   std::vector<double> rank_factors_;
   std::vector<double> link_factors_;
+  std::vector<int32_t> link_classes_;
+  int32_t num_link_classes_ = 0;
+  std::vector<std::vector<int32_t>> under_way_; // shared transfers by rank and class
+  std::priority_queue<Happening, std::vector<Happening>, std::greater<>> agenda_;
   std::vector<int32_t> queue_; // ring of lanes that can go on
   size_t queue_begin_ = 0;
   size_t queue_size_ = 0;
@@ -265,6 +332,11 @@ class Engine {
   std::vector<std::vector<int64_t>> marks_;
   std::vector<std::vector<crystal_breakdown>> parts_;
   std::vector<crystal_event> events_;
+  std::vector<crystal_perturbation> perturbations_;
+  std::vector<uint8_t> is_used_; // PAUSE_AT, and PAUSE_IN within its iteration
+  std::vector<int32_t> used_in_;
+  int32_t traced_ = 0;
+  std::vector<std::vector<Moment>> moments_; // by lane
   struct Note {
     size_t event;
     Handle handle;

@@ -21,6 +21,12 @@ void Engine::begin(int32_t num_iterations, const std::vector<int32_t>& external,
                 std::to_string(num_iterations) + " iterations, " + std::to_string(ahead) + " ahead",
             "Name the ranks whose calls will arrive");
   }
+  if (num_link_classes_ > 0) {
+    // Who shares a link is known once nothing can arrive before, and that is not known here.
+    invalid("Transfers that share links cannot be replayed live",
+            std::to_string(num_link_classes_) + " link classes",
+            "Leave the link classes out, or replay offline");
+  }
   for (const int32_t r : external) {
     if (r < 0 || r >= static_cast<int32_t>(ranks_.size()) || ranks_[r].is_external ||
         programs_[ranks_[r].program].lanes.empty()) {

@@ -142,6 +142,9 @@ bool Live::step() {
     close(CRYSTAL_REPLAY_MEMORY,
           "Out of memory. The replayed world. Replay fewer ranks, watch fewer, or compute less "
           "far ahead.");
+  } catch (const std::exception& error) {
+    close(CRYSTAL_REPLAY_INVALID,
+          std::string("The replay engine failed. ") + error.what() + ". Report this.");
   }
   at_hand_ = nullptr;
   is_ready_ = !is_over_ && engine_->is_ready();

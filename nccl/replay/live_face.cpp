@@ -1,9 +1,8 @@
 // The C face of live runs.
 #include <algorithm>
-#include <cstring>
-#include <exception>
 #include <memory>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 #include "replay/handle.h"
@@ -70,7 +69,8 @@ crystal_live* crystal_live_start(crystal_replay* world, const int32_t* external,
 }
 
 void crystal_live_stop(crystal_live* live) {
-  if (live != nullptr) {
+  // A fork has no thread to join, and must not end what is its parent's.
+  if (live != nullptr && live->live->segment()->header().pid == getpid()) {
     live->live->stop();
     live->world->is_live = false;
     delete live;
@@ -112,7 +112,11 @@ crystal_client* crystal_client_attach(const char* address, int32_t rank, int32_t
   return made;
 }
 
-void crystal_client_detach(crystal_client* client) { delete client; }
+void crystal_client_detach(crystal_client* client) {
+  if (client != nullptr && client->client->pid() == getpid()) { // not a fork
+    delete client;
+  }
+}
 
 int64_t crystal_client_now(const crystal_client* client) { return client->client->now_ns(); }
 

@@ -90,6 +90,15 @@ int crystal_replay_set_durations(
   });
 }
 
+int crystal_replay_set_choices(
+    crystal_replay* world, int32_t cls, const int64_t* duration_ns, const int64_t* weights,
+    int32_t num_choices) {
+  return guarded(world, [&](Engine& engine) {
+    engine.durations().set_choices(cls, duration_ns, weights, num_choices);
+    return 0;
+  });
+}
+
 int crystal_replay_set_rank_factors(crystal_replay* world, const double* factors) {
   return guarded(world, [&](Engine& engine) {
     engine.set_rank_factors(factors);
@@ -100,6 +109,28 @@ int crystal_replay_set_rank_factors(crystal_replay* world, const double* factors
 int crystal_replay_set_link_factors(crystal_replay* world, const double* factors) {
   return guarded(world, [&](Engine& engine) {
     engine.set_link_factors(factors);
+    return 0;
+  });
+}
+
+int crystal_replay_set_link_classes(crystal_replay* world, const int32_t* classes) {
+  return guarded(world, [&](Engine& engine) {
+    engine.set_link_classes(classes);
+    return 0;
+  });
+}
+
+int crystal_replay_set_perturbations(
+    crystal_replay* world, const crystal_perturbation* list, int32_t num_perturbations) {
+  return guarded(world, [&](Engine& engine) {
+    engine.set_perturbations(list, num_perturbations);
+    return 0;
+  });
+}
+
+int crystal_replay_trace(crystal_replay* world, int32_t iteration) {
+  return guarded(world, [&](Engine& engine) {
+    engine.trace(iteration);
     return 0;
   });
 }
@@ -143,6 +174,11 @@ int64_t crystal_replay_breakdown(
 int64_t crystal_replay_events(
     const crystal_replay* world, crystal_event* events, int64_t capacity) {
   return copy_out(world->engine.events(), events, capacity);
+}
+
+int64_t crystal_replay_critical_path(
+    const crystal_replay* world, crystal_step* steps, int64_t capacity) {
+  return copy_out(world->engine.critical_path(), steps, capacity);
 }
 
 } // extern "C"

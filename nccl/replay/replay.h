@@ -105,10 +105,43 @@ CRYSTAL_REPLAY_API int crystal_replay_add_ranks(
 CRYSTAL_REPLAY_API int crystal_replay_set_durations(
     crystal_replay*, const int64_t* duration_ns, const double* spread, const int64_t* drain_ns,
     int32_t num_classes, uint64_t seed);
+/* Makes a class take one of several durations, with these weights (> 0), drawn like a
+ * spread: the sizes that an uneven all_to_all had, say. Call it after set_durations. */
+CRYSTAL_REPLAY_API int crystal_replay_set_choices(
+    crystal_replay*, int32_t cls, const int64_t* duration_ns, const int64_t* weights,
+    int32_t num_choices);
 /* Factor on the rank's RUN durations (rounded half up); NULL for 1. */
 CRYSTAL_REPLAY_API int crystal_replay_set_rank_factors(crystal_replay*, const double* factors);
 /* Factor on the transfers of each communicator; NULL for 1. */
 CRYSTAL_REPLAY_API int crystal_replay_set_link_factors(crystal_replay*, const double* factors);
+
+/* Link class of each communicator, from 0, or -1 where transfers were measured as they
+ * overlap; NULL for -1 everywhere. Transfers that end for all participants together
+ * (CRYSTAL_ENDS_ALL) and overlap at a rank in one class share its bandwidth: with n
+ * of them at its busiest rank a transfer goes on at 1/n of its speed. Such a world
+ * can only be run offline. */
+CRYSTAL_REPLAY_API int crystal_replay_set_link_classes(crystal_replay*, const int32_t* classes);
+/* What-if: a rank that computes longer, or pauses. Iterations count from 1; with
+ * `every` they are first, first + every, …; 0 means all from first on. */
+typedef enum {
+  CRYSTAL_SLOW = 0,     /* RUN durations of the rank times `factor`, in these iterations */
+  CRYSTAL_PAUSE_IN = 1, /* `pause_ns` more in the first RUN of lane 0 of these iterations */
+  CRYSTAL_PAUSE_AT = 2, /* `pause_ns` more in the first RUN of lane 0 that ends after `at_ns` */
+} crystal_perturbation_kind;
+typedef struct {
+  int32_t kind; /* crystal_perturbation_kind */
+  int32_t rank;
+  int32_t first;
+  int32_t every;
+  double factor;
+  int64_t pause_ns;
+  int64_t at_ns;
+} crystal_perturbation;
+CRYSTAL_REPLAY_API int crystal_replay_set_perturbations(
+    crystal_replay*, const crystal_perturbation*, int32_t num_perturbations);
+
+/* Keeps what the critical path of one iteration (from 1) needs; 0 for none. */
+CRYSTAL_REPLAY_API int crystal_replay_trace(crystal_replay*, int32_t iteration);
 
 /* Keeps arrival, start and end of every call of a rank. */
 CRYSTAL_REPLAY_API int crystal_replay_watch(crystal_replay*, int32_t rank);
@@ -147,6 +180,22 @@ typedef struct {
 CRYSTAL_REPLAY_API int64_t crystal_replay_events(
     const crystal_replay*, crystal_event* events, int64_t capacity);
 
+/* The critical path of the traced iteration, from its last mark back to its begin:
+ * what each moment had to wait for. `slack_ns` says how much earlier it could have
+ * been before something else would have bound it; -1 where nothing else does. */
+typedef struct {
+  int32_t rank;
+  int32_t lane;
+  int32_t position; /* of the instruction in the lane's body */
+  int32_t op;       /* crystal_op */
+  int32_t call;
+  int32_t cls;
+  int64_t start_ns;
+  int64_t end_ns;
+  int64_t slack_ns;
+} crystal_step;
+CRYSTAL_REPLAY_API int64_t crystal_replay_critical_path(
+    const crystal_replay*, crystal_step* steps, int64_t capacity);
 /* ---- The live run: some ranks are external, real programs whose calls arrive. ----
  *
  * Times are ns of CLOCK_MONOTONIC since the start of the run. Everybody else is
@@ -158,7 +207,8 @@ CRYSTAL_REPLAY_API int64_t crystal_replay_events(
  * nothing stays behind. Once something fails (a mismatch, a circle of waiting, a
  * process that died, a stop) the run is over, and every call of every rank gives that
  * error. A call whose result is negative, or NULL, has failed; crystal_live_message
- * says why. After a fork only the parent may use what it had.
+ * says why. After a fork only the parent may use what it had; ending it in the child
+ * does nothing.
  */
 typedef struct crystal_live crystal_live;     /* the engine's end */
 typedef struct crystal_client crystal_client; /* an external rank's */

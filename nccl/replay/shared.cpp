@@ -323,7 +323,7 @@ int64_t SharedPort::blocked_ticket(int32_t rank) const {
 Client::Client(std::shared_ptr<Segment> segment, int32_t rank, int32_t num_threads,
                std::shared_ptr<Helper> helper)
     : segment_(std::move(segment)), side_(segment_->side_of(rank)), rank_(rank),
-      helper_(std::move(helper)) {
+      pid_(getpid()), helper_(std::move(helper)) {
   const std::string where = "Rank " + std::to_string(rank);
   if (side_ == nullptr) {
     refuse("The rank is not external in this run", where, "Name it when the run starts");
@@ -334,7 +334,7 @@ Client::Client(std::shared_ptr<Segment> segment, int32_t rank, int32_t num_threa
            "Start the run with a thread");
   }
   check_open();
-  if (!helper_ && header.pid != getpid()) {
+  if (!helper_ && header.pid != pid_) {
     engine_pidfd_ = pidfd_open(header.pid);
     if (engine_pidfd_ < 0) {
       refuse("The engine's process cannot be watched", where + ", " + std::strerror(errno),
@@ -343,7 +343,7 @@ Client::Client(std::shared_ptr<Segment> segment, int32_t rank, int32_t num_threa
   }
   side_->num_threads.store(num_threads);
   int32_t none = 0;
-  if (!side_->pid.compare_exchange_strong(none, getpid())) {
+  if (!side_->pid.compare_exchange_strong(none, pid_)) {
     if (engine_pidfd_ >= 0) {
       ::close(engine_pidfd_);
     }

@@ -139,6 +139,7 @@ class Client {
   // Until this time; computes in the meantime if it can.
   void wait_until(int64_t at_ns);
   int64_t now_ns() const { return monotonic_ns() - segment_->header().epoch_ns; }
+  int32_t pid() const { return pid_; } // of the process that it belongs to
 
  private:
   void push(const Request& request); // with push_lock_
@@ -151,6 +152,7 @@ class Client {
   std::shared_ptr<Segment> segment_;
   Side* side_ = nullptr;
   int32_t rank_ = 0;
+  const int32_t pid_;
   int engine_pidfd_ = -1; // none in the engine's own process
   std::shared_ptr<Helper> helper_;
   std::mutex push_lock_;

@@ -96,7 +96,7 @@ import training_programs
 training_programs.ITERATIONS = int(sys.argv[2])
 dist.init_process_group("gloo")
 for name in (
-    "fsdp1", "fsdp2_hybrid", "zero_redundancy_optimizer", "pipeline_zero_bubble_v",
+    "fsdp1", "fsdp2_hybrid", "zero_redundancy_optimizer", "pipeline_zero_bubble",
     "object_collectives_then_ddp", "ddp_with_own_python_hook",
 ):
     training_programs.PROGRAMS[name]()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_worlds import worlds
 
-from crystalllm import native
 from crystalllm.replay import reference
-from crystalllm.replay.engine import DeadlockError, Engine, ReplayError
+from crystalllm.replay.engine import DeadlockError, ReplayError
 from crystalllm.replay.live import (
     BusyError,
     Client,
@@ -37,11 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 20
 # Long enough for a machine that is busy, short enough to wait for.
 SHORT_S = 0.05
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    return native.replay_library()
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +98,7 @@ def _section(world: World, rank: int, lane: int, iteration: int, last: int) -> l
 )
 @given(worlds(), st.integers(0, 3), st.data())
 def test_arrivals_of_an_offline_run_give_its_times(
-    library: Path, world: World, num_iterations: int, data: st.DataObject
+    world: World, num_iterations: int, data: st.DataObject
 ) -> None:
     try:
         events, marks = reference.replay(world, num_iterations)
@@ -114,7 +108,6 @@ def test_arrivals_of_an_offline_run_give_its_times(
     external = data.draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True), "external")
     todo = {r: [e for e in events if e.rank == r] for r in external}
     live = Live(
-        library,
         world,
         external=external,
         num_iterations=num_iterations,
@@ -159,13 +152,15 @@ TIMES = ("arrival", "start", "end")
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_releases_are_the_reference_s(library: Path, has_thread: bool) -> None:
+def test_releases_are_the_reference_s(has_thread: bool) -> None:
     world = small(4)
     events, marks = reference.replay(world, 5)
     mine = {r: [e for e in events if e.rank == r] for r in (1, 2)}
-    with Live(
-        library, world, external=[1, 2], num_iterations=5, has_thread=has_thread
-    ) as live, live.client(1) as one, live.client(2) as two:
+    with (
+        Live(world, external=[1, 2], num_iterations=5, has_thread=has_thread) as live,
+        live.client(1) as one,
+        live.client(2) as two,
+    ):
         for a, b in zip(mine[1], mine[2], strict=True):
             first = one.arrive(meeting(7), a.arrival_ns)
             assert one.poll(first) is None
@@ -179,9 +174,9 @@ def test_releases_are_the_reference_s(library: Path, has_thread: bool) -> None:
         assert list(live.stop().marks(3)) == marks[3]
 
 
-def test_others_stay_near_the_slowest_external_rank(library: Path) -> None:
+def test_others_stay_near_the_slowest_external_rank() -> None:
     world = small(2, iterations_meet=False)
-    with Live(library, world, external=[0], num_iterations=1000, ahead=3) as live:
+    with Live(world, external=[0], num_iterations=1000, ahead=3) as live:
         client = live.client(0)
         client.mark(1)
         live.settle(LIMIT_S)
@@ -191,21 +186,21 @@ def test_others_stay_near_the_slowest_external_rank(library: Path) -> None:
         client.close()
 
 
-def test_marks_may_be_left_out(library: Path) -> None:
+def test_marks_may_be_left_out() -> None:
     world = small(2)
-    with Live(library, world, external=[0], num_iterations=9, ahead=0) as live:
+    with Live(world, external=[0], num_iterations=9, ahead=0) as live:
         with live.client(0) as client:
             for _ in range(9):
                 client.wait(client.arrive(meeting(7), 0), LIMIT_S)
         assert len(live.stop().marks(1)) == 9
 
 
-def test_late_releases_are_counted(library: Path) -> None:
-    with Live(library, small(2), external=[0], num_iterations=3) as live, live.client(0) as client:
+def test_late_releases_are_counted() -> None:
+    with Live(small(2), external=[0], num_iterations=3) as live, live.client(0) as client:
         client.wait(client.arrive(meeting(7), client.now_ns() + 10**12), LIMIT_S)
         assert live.stats().num_late == 0
         time.sleep(0.01)
-        with Live(library, small(2), external=[0], num_iterations=3) as other:
+        with Live(small(2), external=[0], num_iterations=3) as other:
             with other.client(0) as late:
                 time.sleep(0.01)
                 release = late.wait(late.arrive(meeting(7), 0), LIMIT_S)
@@ -221,9 +216,9 @@ def test_late_releases_are_counted(library: Path) -> None:
 # --- what can be wrong -----------------------------------------------------------------
 
 
-def test_limit_names_who_is_missing(library: Path) -> None:
+def test_limit_names_who_is_missing() -> None:
     world = small(3)
-    with Live(library, world, external=[0, 1], num_iterations=1) as live, live.client(0) as client:
+    with Live(world, external=[0, 1], num_iterations=1) as live, live.client(0) as client:
         ticket = client.arrive(meeting(7))
         with pytest.raises(TimeLimitError) as caught:
             client.wait(ticket, SHORT_S)
@@ -231,7 +226,7 @@ def test_limit_names_who_is_missing(library: Path) -> None:
         assert "external rank 1, which has not made this call" in caught.value.where
 
 
-def test_limit_names_the_chain_of_the_waiting(library: Path) -> None:
+def test_limit_names_the_chain_of_the_waiting() -> None:
     # 0 waits for 1, which waits for 2 before it comes.
     line = [meeting(1, slot=0), meeting(2, slot=1)]
     idle = Program([Lane()])
@@ -241,7 +236,7 @@ def test_limit_names_the_chain_of_the_waiting(library: Path) -> None:
         [Rank(0, [1]), Rank(1, [0, 1]), Rank(0, [0])],
         Durations(ns=[0, 5]),
     )
-    with Live(library, world, external=[0, 2], num_iterations=0) as live:
+    with Live(world, external=[0, 2], num_iterations=0) as live:
         with live.client(0) as client, pytest.raises(TimeLimitError) as caught:
             client.wait(client.arrive(meeting(2)), SHORT_S)
         assert "waits for rank 1 (lane 0, iteration 0) in call 1" in caught.value.where
@@ -249,12 +244,10 @@ def test_limit_names_the_chain_of_the_waiting(library: Path) -> None:
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_circle_is_found(library: Path, has_thread: bool) -> None:
+def test_circle_is_found(has_thread: bool) -> None:
     # 0 comes to slot 0 first, 1 to slot 1.
     program = Program([Lane()])
-    world = World(
-        [program], [2, 2], [Rank(0, [0, 1]), Rank(0, [0, 1])], Durations(ns=[0, 5])
-    )
+    world = World([program], [2, 2], [Rank(0, [0, 1]), Rank(0, [0, 1])], Durations(ns=[0, 5]))
     raised: list[BaseException] = []
 
     def come(client: Client, slot: int) -> None:
@@ -264,9 +257,11 @@ def test_circle_is_found(library: Path, has_thread: bool) -> None:
             raised.append(error)
 
     begun = time.monotonic()
-    with Live(
-        library, world, external=[0, 1], num_iterations=0, has_thread=has_thread
-    ) as live, live.client(0) as zero, live.client(1) as one:
+    with (
+        Live(world, external=[0, 1], num_iterations=0, has_thread=has_thread) as live,
+        live.client(0) as zero,
+        live.client(1) as one,
+    ):
         threads = [threading.Thread(target=come, args=a) for a in ((zero, 0), (one, 1))]
         for t in threads:
             t.start()
@@ -277,15 +272,18 @@ def test_circle_is_found(library: Path, has_thread: bool) -> None:
     assert time.monotonic() - begun < LIMIT_S / 2
 
 
-def test_rank_that_ended_is_named(library: Path) -> None:
-    with Live(library, small(3), external=[0, 1], num_iterations=1) as live:
+def test_rank_that_ended_is_named() -> None:
+    with Live(small(3), external=[0, 1], num_iterations=1) as live:
         live.client(1).close()
-        with live.client(0) as client, pytest.raises(DeadlockError, match="rank 1, which has ended"):
+        with (
+            live.client(0) as client,
+            pytest.raises(DeadlockError, match="rank 1, which has ended"),
+        ):
             client.wait(client.arrive(meeting(7)), LIMIT_S)
 
 
-def test_calls_that_do_not_fit_end_the_run(library: Path) -> None:
-    with Live(library, small(2), external=[0], num_iterations=1) as live, live.client(0) as client:
+def test_calls_that_do_not_fit_end_the_run() -> None:
+    with Live(small(2), external=[0], num_iterations=1) as live, live.client(0) as client:
         with pytest.raises(ReplayError, match="do not fit together") as caught:
             client.wait(client.arrive(meeting(9, form=1)), LIMIT_S)
         assert "rank 0 in call 9" in caught.value.where.lower()
@@ -296,18 +294,21 @@ def test_calls_that_do_not_fit_end_the_run(library: Path) -> None:
 @pytest.mark.parametrize(
     "call", [meeting(slot=5), Instruction(op=Op.COMM, cls=9), Instruction(op=Op.COMM, slot=-1)]
 )
-def test_call_that_cannot_be_ends_the_run(library: Path, call: Instruction) -> None:
-    with Live(library, small(2), external=[0], num_iterations=1) as live, live.client(0) as client:
-        with pytest.raises(ReplayError, match="cannot be"):
-            client.wait(client.arrive(call), LIMIT_S)
+def test_call_that_cannot_be_ends_the_run(call: Instruction) -> None:
+    with (
+        Live(small(2), external=[0], num_iterations=1) as live,
+        live.client(0) as client,
+        pytest.raises(ReplayError, match="cannot be"),
+    ):
+        client.wait(client.arrive(call), LIMIT_S)
 
 
-def test_refusals(library: Path) -> None:
+def test_refusals() -> None:
     world = small(2)
     for external in ([], [2], [-1], [0, 0]):
         with pytest.raises(ReplayError, match="external"):
-            Live(library, world, external=external, num_iterations=1)
-    with Live(library, world, external=[0], num_iterations=1) as live:
+            Live(world, external=external, num_iterations=1)
+    with Live(world, external=[0], num_iterations=1) as live:
         with pytest.raises(ReplayError, match="not external"):
             live.client(1)
         with pytest.raises(ReplayError, match="in a live run"):
@@ -321,11 +322,11 @@ def test_refusals(library: Path) -> None:
                 client.poll(-1)
     for address in ("", "x", f"{os.getpid()}:0:1", f"{os.getpid()}:99999:1", "1:2", "1:2:3:4"):
         with pytest.raises(ReplayError, match="No replay engine"):
-            attach(library, address, 0)
+            attach(address, 0)
 
 
-def test_only_so_many_calls_are_open(library: Path) -> None:
-    with Live(library, small(3), external=[0, 1], num_iterations=1) as live, live.client(0) as one:
+def test_only_so_many_calls_are_open() -> None:
+    with Live(small(3), external=[0, 1], num_iterations=1) as live, live.client(0) as one:
         tickets = [one.arrive(meeting(7), 0) for _ in range(1024)]
         with pytest.raises(BusyError, match="Too many calls"):
             one.arrive(meeting(7), 0)
@@ -342,8 +343,8 @@ def test_only_so_many_calls_are_open(library: Path) -> None:
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_close_wakes_who_waits(library: Path, has_thread: bool) -> None:
-    live = Live(library, small(3), external=[0, 1], num_iterations=1, has_thread=has_thread)
+def test_close_wakes_who_waits(has_thread: bool) -> None:
+    live = Live(small(3), external=[0, 1], num_iterations=1, has_thread=has_thread)
     client = live.client(0)
     raised: list[BaseException] = []
 
@@ -369,11 +370,11 @@ def test_close_wakes_who_waits(library: Path, has_thread: bool) -> None:
     live.close()
 
 
-def test_a_thousand_runs_leave_nothing(library: Path) -> None:
+def test_a_thousand_runs_leave_nothing() -> None:
     world = small(3)
     resident = []
     for n in range(1000):
-        with Live(library, world, external=[0], num_iterations=2) as live:
+        with Live(world, external=[0], num_iterations=2) as live:
             client = live.client(0)
             ticket = client.arrive(meeting(7), 0)
             if n % 2:
@@ -387,8 +388,23 @@ def test_a_thousand_runs_leave_nothing(library: Path) -> None:
     assert resident[1] - resident[0] < 8 << 20
 
 
-def test_forgotten_objects_end_by_themselves(library: Path) -> None:
-    live = Live(library, small(2), external=[0], num_iterations=1)
+FORK = """
+live = Live(world(2), external=[0], num_iterations=1)
+client = live.client(0)
+if os.fork() == 0:
+    sys.exit(0)  # with all that ends at exit
+assert os.wait()[1] == 0
+print(client.wait(client.arrive(call, 0), 20).end_ns)
+"""
+
+
+def test_fork_that_exits_ends_nothing() -> None:
+    with python(FORK) as process:
+        assert process.communicate(timeout=LIMIT_S)[0] == "1100000\n"
+
+
+def test_forgotten_objects_end_by_themselves() -> None:
+    live = Live(small(2), external=[0], num_iterations=1)
     client = live.client(0)
     client.arrive(meeting(7))
     del live, client
@@ -396,11 +412,9 @@ def test_forgotten_objects_end_by_themselves(library: Path) -> None:
 
 HEAD = """
 import os, sys, time
-from pathlib import Path
 from crystalllm.replay.live import Live, attach
 from crystalllm.replay.world import *
 call = Instruction(op=Op.COMM, cls=1, call=7)
-library = Path(sys.argv[1])
 def world(n):
     run, mark = Instruction(op=Op.RUN), Instruction(op=Op.MARK)
     return World([Program([Lane(body=[run, call, mark])])], [n], [Rank(0, [0])] * n,
@@ -409,9 +423,9 @@ def world(n):
 
 
 @contextmanager
-def python(library: Path, body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def python(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HEAD + body, str(library), *map(str, arguments)],
+        [sys.executable, "-c", HEAD + body, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -426,22 +440,23 @@ def python(library: Path, body: str, *arguments: object) -> Iterator[subprocess.
 
 
 CLIENT = """
-rank, n = int(sys.argv[3]), int(sys.argv[4])
-with attach(library, sys.argv[2], rank) as client:
+rank, n = int(sys.argv[2]), int(sys.argv[3])
+with attach(sys.argv[1], rank) as client:
     print("attached", flush=True)
     for k in range(n):
         release = client.wait(client.arrive(call, 1000 * rank + 2_000_000 * k), 20)
         client.mark(release.end_ns)
         print(release.end_ns, flush=True)
+    time.sleep(60 if n == 1 else 0)  # for one who is killed
 """
 
 
-def test_two_processes(library: Path) -> None:
+def test_two_processes() -> None:
     n = 200
-    with Live(library, small(3), external=[1, 2], num_iterations=n) as live:
-        with python(library, CLIENT, live.address, 1, n) as one:
-            with python(library, CLIENT, live.address, 2, n) as two:
-                outs = [p.communicate(timeout=LIMIT_S)[0].split() for p in (one, two)]
+    with Live(small(3), external=[1, 2], num_iterations=n) as live:
+        one, two = (python(CLIENT, live.address, rank, n) for rank in (1, 2))
+        with one as first, two as second:
+            outs = [p.communicate(timeout=LIMIT_S)[0].split() for p in (first, second)]
         ends = [0]
         for k in range(n):
             ends.append(max(ends[-1] + 1_000_000, 2000 + 2_000_000 * k) + 100_000)
@@ -451,34 +466,36 @@ def test_two_processes(library: Path) -> None:
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_killed_client_ends_the_run(library: Path, helps: bool) -> None:
-    with Live(library, small(3), external=[0, 1], num_iterations=9, helps=helps) as live:
-        with live.client(0) as client, python(library, CLIENT, live.address, 1, 9) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "attached\n"
-            ticket = client.arrive(meeting(7), 0)
-            assert client.wait(ticket, LIMIT_S).end_ns == 1_100_000
-            other.send_signal(signal.SIGKILL)
-            begun = time.monotonic()
-            with pytest.raises(DiedError) as caught:
-                for _ in range(9):
-                    client.wait(client.arrive(meeting(7), 0), LIMIT_S)
-            assert time.monotonic() - begun < 2
-            assert caught.value.where == f"Rank 1, process {other.pid}"
+def test_killed_client_ends_the_run(helps: bool) -> None:
+    with (
+        Live(small(3), external=[0, 1], num_iterations=9, helps=helps) as live,
+        live.client(0) as client,
+        python(CLIENT, live.address, 1, 1) as other,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == "attached\n"
+        ticket = client.arrive(meeting(7), 0)
+        assert client.wait(ticket, LIMIT_S).end_ns == 1_100_000
+        other.send_signal(signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(DiedError) as caught:
+            client.wait(client.arrive(meeting(7), 0), LIMIT_S)
+        assert time.monotonic() - begun < 2
+        assert caught.value.where == f"Rank 1, process {other.pid}"
 
 
 ENGINE = """
-with Live(library, world(3), external=[0, 1], num_iterations=9) as live:
+with Live(world(3), external=[0, 1], num_iterations=9) as live:
     print(live.address, flush=True)
-    time.sleep(0.3 if sys.argv[2] == "stop" else 60)
+    time.sleep(0.3 if sys.argv[1] == "stop" else 60)
 """
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_end_of_the_engine_s_process_wakes_who_waits(library: Path, how: str) -> None:
-    with python(library, ENGINE, how) as engine:
+def test_end_of_the_engine_s_process_wakes_who_waits(how: str) -> None:
+    with python(ENGINE, how) as engine:
         assert engine.stdout is not None
-        with attach(library, engine.stdout.readline().strip(), 0) as client:
+        with attach(engine.stdout.readline().strip(), 0) as client:
             ticket = client.arrive(meeting(7), 0)
             if how == "kill":
                 threading.Timer(SHORT_S, engine.kill).start()
@@ -486,24 +503,29 @@ def test_end_of_the_engine_s_process_wakes_who_waits(library: Path, how: str) ->
                 client.wait(ticket, LIMIT_S)
         if how == "kill":
             with pytest.raises(ReplayError, match="No replay engine"):
-                attach(library, f"{engine.pid}:3:1", 1)
+                attach(f"{engine.pid}:3:1", 1)
 
 
-def test_process_that_leaves_in_order_has_ended(library: Path) -> None:
-    with Live(library, small(3), external=[0, 1], num_iterations=9) as live:
-        with live.client(0) as client, python(library, CLIENT, live.address, 1, 0) as other:
-            other.wait(LIMIT_S)
-            with pytest.raises(DeadlockError, match="rank 1, which has ended"):
-                client.wait(client.arrive(meeting(7), 0), LIMIT_S)
+def test_process_that_leaves_in_order_has_ended() -> None:
+    with (
+        Live(small(3), external=[0, 1], num_iterations=9) as live,
+        live.client(0) as client,
+        python(CLIENT, live.address, 1, 0) as other,
+    ):
+        other.wait(LIMIT_S)
+        with pytest.raises(DeadlockError, match="rank 1, which has ended"):
+            client.wait(client.arrive(meeting(7), 0), LIMIT_S)
 
 
-def test_other_processes_need_the_thread(library: Path) -> None:
-    with Live(library, small(2), external=[0], num_iterations=1, has_thread=False) as live:
-        with pytest.raises(ReplayError, match="no thread"):
-            attach(library, live.address, 0)
+def test_other_processes_need_the_thread() -> None:
+    with (
+        Live(small(2), external=[0], num_iterations=1, has_thread=False) as live,
+        pytest.raises(ReplayError, match="no thread"),
+    ):
+        attach(live.address, 0)
 
 
-def test_eager_sender_is_not_held(library: Path) -> None:
+def test_eager_sender_is_not_held() -> None:
     send = Instruction(op=Op.COMM, cls=1, end=End.SELF, is_root=True, is_message=True)
     receive = Instruction(op=Op.COMM, cls=1, end=End.AFTER_DATA, is_message=True)
     mark = Instruction(op=Op.MARK)
@@ -513,7 +535,7 @@ def test_eager_sender_is_not_held(library: Path) -> None:
         [Rank(0, [0]), Rank(1, [0])],
         Durations(ns=[0, 50], drain_ns=[0, 3]),
     )
-    with Live(library, world, external=[0], num_iterations=0) as live, live.client(0) as client:
+    with Live(world, external=[0], num_iterations=0) as live, live.client(0) as client:
         assert client.wait(client.arrive(send, 100), LIMIT_S).end_ns == 150
         live.settle(LIMIT_S)
         assert list(live.stop().marks(1)) == [153]
