@@ -135,6 +135,7 @@ class _Classes:
 
     ns: list[int] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     choices: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     names: dict[Any, int] = field(default_factory=dict)
 
@@ -143,6 +144,7 @@ class _Classes:
             number = self.names[name] = len(self.ns)
             self.ns.append(d.ns)
             self.spread.append(d.sigma)
+            self.sources.append(d.source)
             if d.choices:
                 self.choices[number] = d.choices
         return self.names[name]
@@ -172,6 +174,7 @@ def build(
     draw: bool = False,
     eager_bytes: int = 0,
     what_ifs: Sequence[Any] = (),
+    share_links: bool = False,
 ) -> Replayable:
     """The world of a capture.
 
@@ -182,6 +185,8 @@ def build(
         draw: Draw durations from their distributions instead of taking medians.
         eager_bytes: Messages up to this size end at their sender's side at once.
         what_ifs: From `what_if.load`.
+        share_links: Transfers whose durations are modelled share the links of their
+            ranks where they overlap: those within nodes one class, the others another.
     """
     classes = _Classes()
     forms: dict[str, int] = {}
@@ -208,6 +213,9 @@ def build(
             choices=classes.choices if draw else {},
             seed=seed,
             link_factors=_link_factors(what_ifs, links),
+            link_classes=communicators.link_classes(slots_of, programs, ranks, classes.sources)
+            if share_links
+            else (),
             perturbations=[w.perturbation() for w in what_ifs if not isinstance(w, SlowLink)],
         ),
     )
@@ -262,6 +270,36 @@ class _Communicators:
         peer = members[(self.places[members][rank] + offset) % len(members)]
         pair = (rank, peer) if direction == "send" else (peer, rank)
         return self._number((members, creation, pair), 2)
+
+    def link_classes(
+        self,
+        slots_of: Sequence[Sequence[Slot]],
+        programs: Sequence[Program],
+        ranks: Sequence[Rank],
+        sources: Sequence[str],
+    ) -> list[int]:
+        """0 within a node, 1 between nodes; -1 where a duration is not modelled."""
+        modelled: list[set[int]] = []  # slots of each program
+        for slots, made in zip(slots_of, programs, strict=True):
+            calls = [
+                i
+                for lane in made.lanes
+                for section in (lane.prologue, lane.body, lane.epilogue)
+                for i in section
+                if i.op in (Op.POST, Op.COMM)
+            ]
+            measured = {i.slot for i in calls if sources[i.cls] != "model"}
+            modelled.append(set(range(len(slots))) - measured)
+        node = self.capture.ranks["node"].to_dict()
+        found = [-1] * len(self.sizes)
+        names = list(self.numbers)
+        for rank in ranks:
+            for slot in modelled[rank.program]:
+                number = rank.connections[slot]
+                name = names[number]
+                members = name[2] if len(name) == 3 else name[0]
+                found[number] = int(len({node[m] for m in members}) > 1)
+        return found
 
     def links(self) -> list[tuple[str, str]]:
         """By number, description and signature of the group."""

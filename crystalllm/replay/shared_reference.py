@@ -196,4 +196,3 @@ class _Run:
         drains = self.world.durations.drain_ns
         drain = drains[i.cls] if drains else 0
         return m.root_at, max(at, m.root_at + transfer) + drain
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from crystalllm import tables
 from crystalllm.capture import capture
 from crystalllm.config import load_job
 from crystalllm.errors import UserError
-from crystalllm.replay import program, reference, what_if
+from crystalllm.replay import program, reference, shared_reference, what_if
 from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.engine import Engine
 from crystalllm.replay.offline import replay
@@ -93,6 +94,21 @@ def test_a_captured_world_is_replayed_as_the_reference_does(captured, durations,
             for e in expected
         )
         assert [list(engine.marks(r)) for r in range(4)] == [marks[r] for r in range(4)]
+
+
+def test_modelled_transfers_share_links(captured, durations):
+    found = program.Capture.read(captured)
+    made = program.build(found, durations, share_links=True)
+    # All four ranks are one node.
+    assert set(made.world.durations.link_classes) == {0}
+    expected, marks = shared_reference.replay(made.world, 3)
+    with Engine(made.world) as engine:
+        engine.run(3)
+        assert {r: list(engine.marks(r)) for r in marks} == marks
+    # What was measured as it overlaps shares nothing.
+    measured = {k: replace(d, source="measured") for k, d in durations.transfers.items()}
+    made = program.build(found, DurationTable(durations.segments, measured), share_links=True)
+    assert set(made.world.durations.link_classes) == {-1}
 
 
 def test_the_results_are_tables(captured, durations, tmp_path):
