@@ -162,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="modelled transfers of a rank that overlap share its bandwidth",
     )
+    replay.add_argument(
+        "--one-connection",
+        action="store_true",
+        help="the program sets CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
     replay.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     replay.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
     replay.set_defaults(function=_replay)
@@ -435,6 +440,7 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         seed=args.seed,
         eager_bytes=args.eager_bytes,
         share_links=args.share_links,
+        one_connection=args.one_connection,
     )
     shares = ", ".join(
         f"{name} {found[f'{name}_share']:.1%}"

@@ -31,6 +31,7 @@ def replay(
     seed: int = 0,
     eager_bytes: int = 0,
     share_links: bool = False,
+    one_connection: bool = False,
 ) -> dict[str, Any]:
     """Replays the capture in `folder` into `out`.
 
@@ -46,6 +47,7 @@ def replay(
         seed: Of what is drawn.
         eager_bytes: Messages up to this size end at their sender's side at once.
         share_links: Modelled transfers share links where they overlap.
+        one_connection: The program runs with CUDA_DEVICE_MAX_CONNECTIONS=1.
 
     Returns:
         What summary.json says.
@@ -63,6 +65,7 @@ def replay(
         eager_bytes=eager_bytes,
         what_ifs=declared,
         share_links=share_links,
+        one_connection=one_connection,
     )
     provenance = {
         "crystalllm": __version__,
@@ -72,6 +75,7 @@ def replay(
         "draw": draw,
         "eager_bytes": eager_bytes,
         "share_links": share_links,
+        "one_connection": one_connection,
         "what_ifs": [w.model_dump() for w in declared],
     }
     with Engine(made.world) as engine:
