@@ -157,6 +157,16 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--ranks", default="", help="whose calls to keep, such as 0,5,8-11")
     replay.add_argument("--what-if", type=Path, help="YAML file (docs/replay.md)")
     replay.add_argument("--draw", action="store_true", help="draw durations, no medians")
+    replay.add_argument(
+        "--share-links",
+        action="store_true",
+        help="modelled transfers of a rank that overlap share its bandwidth",
+    )
+    replay.add_argument(
+        "--one-connection",
+        action="store_true",
+        help="the program sets CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
     replay.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     replay.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
     replay.set_defaults(function=_replay)
@@ -429,6 +439,8 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         draw=args.draw,
         seed=args.seed,
         eager_bytes=args.eager_bytes,
+        share_links=args.share_links,
+        one_connection=args.one_connection,
     )
     shares = ", ".join(
         f"{name} {found[f'{name}_share']:.1%}"

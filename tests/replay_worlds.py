@@ -135,9 +135,7 @@ def worlds(draw, *, shares_links=False):
         link_factors=draw(
             st.sampled_from([(), tuple(1 + 0.1 * c for c in range(len(b.communicators)))])
         ),
-        link_classes=draw(
-            st.sampled_from([(), [c % 3 - 1 for c in range(len(b.communicators))]])
-        )
+        link_classes=draw(st.sampled_from([(), [c % 3 - 1 for c in range(len(b.communicators))]]))
         if shares_links
         else (),
         seed=draw(st.integers(0, 2**63)),

@@ -30,6 +30,8 @@ def replay(
     draw: bool = False,
     seed: int = 0,
     eager_bytes: int = 0,
+    share_links: bool = False,
+    one_connection: bool = False,
 ) -> dict[str, Any]:
     """Replays the capture in `folder` into `out`.
 
@@ -44,6 +46,8 @@ def replay(
         draw: Draw durations instead of taking medians.
         seed: Of what is drawn.
         eager_bytes: Messages up to this size end at their sender's side at once.
+        share_links: Modelled transfers share links where they overlap.
+        one_connection: The program runs with CUDA_DEVICE_MAX_CONNECTIONS=1.
 
     Returns:
         What summary.json says.
@@ -54,7 +58,14 @@ def replay(
     capture = Capture.read(folder)
     declared = [] if what_ifs is None else what_if.load(what_ifs, world_size=len(capture.ranks))
     made = program.build(
-        capture, durations, seed=seed, draw=draw, eager_bytes=eager_bytes, what_ifs=declared
+        capture,
+        durations,
+        seed=seed,
+        draw=draw,
+        eager_bytes=eager_bytes,
+        what_ifs=declared,
+        share_links=share_links,
+        one_connection=one_connection,
     )
     provenance = {
         "crystalllm": __version__,
@@ -63,6 +74,8 @@ def replay(
         "seed": seed,
         "draw": draw,
         "eager_bytes": eager_bytes,
+        "share_links": share_links,
+        "one_connection": one_connection,
         "what_ifs": [w.model_dump() for w in declared],
     }
     with Engine(made.world) as engine:

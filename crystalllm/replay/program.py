@@ -14,6 +14,7 @@ from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Layout
 from crystalllm.records import element_size
+from crystalllm.replay import dependencies
 from crystalllm.replay.durations import (
     SECTIONS,
     Duration,
@@ -135,6 +136,7 @@ class _Classes:
 
     ns: list[int] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     choices: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     names: dict[Any, int] = field(default_factory=dict)
 
@@ -143,6 +145,7 @@ class _Classes:
             number = self.names[name] = len(self.ns)
             self.ns.append(d.ns)
             self.spread.append(d.sigma)
+            self.sources.append(d.source)
             if d.choices:
                 self.choices[number] = d.choices
         return self.names[name]
@@ -172,6 +175,8 @@ def build(
     draw: bool = False,
     eager_bytes: int = 0,
     what_ifs: Sequence[Any] = (),
+    share_links: bool = False,
+    one_connection: bool = False,
 ) -> Replayable:
     """The world of a capture.
 
@@ -182,6 +187,9 @@ def build(
         draw: Draw durations from their distributions instead of taking medians.
         eager_bytes: Messages up to this size end at their sender's side at once.
         what_ifs: From `what_if.load`.
+        share_links: Transfers whose durations are modelled share the links of their
+            ranks where they overlap: those within nodes one class, the others another.
+        one_connection: CUDA_DEVICE_MAX_CONNECTIONS is 1: streams share one queue.
     """
     classes = _Classes()
     forms: dict[str, int] = {}
@@ -189,7 +197,7 @@ def build(
     roles = capture.speakers()
     numbers = {role: i for i, role in enumerate(sorted(roles))}
     for role in sorted(roles):
-        compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes)
+        compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes, one_connection)
         programs.append(compiler.program(roles[role]))
         slots_of.append(list(compiler.slots))
     communicators = _Communicators(capture)
@@ -208,6 +216,9 @@ def build(
             choices=classes.choices if draw else {},
             seed=seed,
             link_factors=_link_factors(what_ifs, links),
+            link_classes=communicators.link_classes(slots_of, programs, ranks, classes.sources)
+            if share_links
+            else (),
             perturbations=[w.perturbation() for w in what_ifs if not isinstance(w, SlowLink)],
         ),
     )
@@ -263,6 +274,36 @@ class _Communicators:
         pair = (rank, peer) if direction == "send" else (peer, rank)
         return self._number((members, creation, pair), 2)
 
+    def link_classes(
+        self,
+        slots_of: Sequence[Sequence[Slot]],
+        programs: Sequence[Program],
+        ranks: Sequence[Rank],
+        sources: Sequence[str],
+    ) -> list[int]:
+        """0 within a node, 1 between nodes; -1 where a duration is not modelled."""
+        modelled: list[set[int]] = []  # slots of each program
+        for slots, made in zip(slots_of, programs, strict=True):
+            calls = [
+                i
+                for lane in made.lanes
+                for section in (lane.prologue, lane.body, lane.epilogue)
+                for i in section
+                if i.op in (Op.POST, Op.COMM)
+            ]
+            measured = {i.slot for i in calls if sources[i.cls] != "model"}
+            modelled.append(set(range(len(slots))) - measured)
+        node = self.capture.ranks["node"].to_dict()
+        found = [-1] * len(self.sizes)
+        names = list(self.numbers)
+        for rank in ranks:
+            for slot in modelled[rank.program]:
+                number = rank.connections[slot]
+                name = names[number]
+                members = name[2] if len(name) == 3 else name[0]
+                found[number] = int(len({node[m] for m in members}) > 1)
+        return found
+
     def links(self) -> list[tuple[str, str]]:
         """By number, description and signature of the group."""
         named = {
@@ -306,7 +347,9 @@ class _Compiler:
         forms: dict[str, int],
         role: int,
         eager_bytes: int,
+        one_connection: bool,
     ) -> None:
+        self.one_connection = one_connection
         self.capture, self.durations, self.classes = capture, durations, classes
         self.forms, self.role, self.eager_bytes = forms, role, eager_bytes
         self.slots: dict[Slot, int] = {}
@@ -323,19 +366,20 @@ class _Compiler:
         self._place_calls()
         events = capture.events[capture.events["rank"] == rank]
         first_body = capture.num_marks - capture.period
+        rows: dict[str, list[Any]] = {name: [] for name in SECTIONS}
+        for row in events.itertuples(index=False):
+            name = capture.section(row.mark)
+            if name != "body" or row.mark >= first_body:
+                rows[name].append(row)
+        self.dependencies = dependencies.find(rows, one_connection=self.one_connection)
         lanes = []
-        for lane, rows in events.groupby("lane", sort=False, observed=True):
-            sections = {}
-            for name in SECTIONS:
-                wanted = [
-                    row
-                    for row in rows.itertuples(index=False)
-                    if capture.section(row.mark) == name
-                    and (name != "body" or row.mark >= first_body)
-                ]
-                sections[name] = self._instructions(str(lane), name, wanted)
+        for lane in dict.fromkeys(str(row.lane) for row in events.itertuples(index=False)):
+            sections = {
+                name: self._instructions(lane, name, [r for r in rows[name] if r.lane == lane])
+                for name in SECTIONS
+            }
             if lane == "host:0":
-                self._add_marks(sections, rows)
+                self._add_marks(sections)
             lanes.append(Lane(*(sections[name] for name in SECTIONS)))
         return Program(lanes)
 
@@ -352,7 +396,7 @@ class _Compiler:
             self.names[number] = ("body", at[repeat])
             at[repeat] += 1
 
-    def _add_marks(self, sections: dict[str, list[Instruction]], rows: pd.DataFrame) -> None:
+    def _add_marks(self, sections: dict[str, list[Instruction]]) -> None:
         """An iteration of the replay is a whole body, and it ends on the first host thread."""
         mark = Instruction(op=Op.MARK)
         if self.capture.prologue_marks:
@@ -362,24 +406,30 @@ class _Compiler:
     def _instructions(self, lane: str, section: str, rows: Sequence[Any]) -> list[Instruction]:
         made: list[Instruction] = []
         num_segments = 0
+        needs = self.dependencies
         for row in rows:
+            made += [Instruction(op=Op.AWAIT, slot=c) for c in needs.awaits.get(row.event, ())]
+            made += [Instruction(op=Op.SIGNAL, slot=c) for c in needs.at_begin.get(row.event, ())]
             if row.kind == "COMP":
                 d = self.durations.segment((self.role, lane, section, num_segments))
                 name = ("segment", self.role, lane, section, num_segments)
                 num_segments += 1
                 made.append(Instruction(op=Op.RUN, cls=self.classes.number(name, d)))
-            elif row.kind.startswith("COMM"):
-                made.append(self._post(self.calls[row.call]))
+            elif row.kind.startswith("COMM") and row.call in self.calls:
+                # On a host thread a call goes on by itself, on a stream it is a kernel.
+                op = Op.POST if lane.startswith("host:") else Op.COMM
+                made.append(self._call(self.calls[row.call], op))
             elif row.kind == "WAIT" and row.call in self.calls:
                 batch = self.calls[row.call].batch
                 for number in self.batches[batch] if batch >= 0 else [row.call]:
                     made.append(Instruction(op=Op.WAIT, handle=self._handle(number), call=number))
+            made += [Instruction(op=Op.SIGNAL, slot=c) for c in needs.at_end.get(row.event, ())]
         return made
 
     def _handle(self, call: int) -> int:
         return self.handles.setdefault(self.names[call], len(self.handles))
 
-    def _post(self, call: Any) -> Instruction:
+    def _call(self, call: Any, op: Op) -> Instruction:
         d = self.durations.transfer(call.key)
         cls = self.classes.number(("transfer", call.key), d)
         is_message = call.kind in ("send", "recv")
@@ -396,7 +446,7 @@ class _Compiler:
             is_root = call.root == "me"
         form = f"{form} {call.dtype} {call.count} {call.reduce_op}"
         return Instruction(
-            op=Op.POST,
+            op=op,
             slot=self.slots.setdefault(slot, len(self.slots)),
             handle=self._handle(call.call),
             cls=cls,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace as changed
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from crystalllm import tables
 from crystalllm.capture import capture
 from crystalllm.config import load_job
 from crystalllm.errors import UserError
-from crystalllm.replay import program, reference, what_if
+from crystalllm.replay import dependencies, program, reference, shared_reference, what_if
 from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.engine import Engine
 from crystalllm.replay.offline import replay
+from crystalllm.replay.world import Durations, Lane, Program, Rank, World
 
 # Two stages of two ranks: gradients within a stage, activations between them, a
 # broadcast, messages in a batch, and tokens exchanged in changing numbers.
@@ -95,6 +98,21 @@ def test_a_captured_world_is_replayed_as_the_reference_does(captured, durations,
         assert [list(engine.marks(r)) for r in range(4)] == [marks[r] for r in range(4)]
 
 
+def test_modelled_transfers_share_links(captured, durations):
+    found = program.Capture.read(captured)
+    made = program.build(found, durations, share_links=True)
+    # All four ranks are one node.
+    assert set(made.world.durations.link_classes) == {0}
+    expected, marks = shared_reference.replay(made.world, 3)
+    with Engine(made.world) as engine:
+        engine.run(3)
+        assert {r: list(engine.marks(r)) for r in marks} == marks
+    # What was measured as it overlaps shares nothing.
+    measured = {k: changed(d, source="measured") for k, d in durations.transfers.items()}
+    made = program.build(found, DurationTable(durations.segments, measured), share_links=True)
+    assert set(made.world.durations.link_classes) == {-1}
+
+
 def test_the_results_are_tables(captured, durations, tmp_path):
     found = replay(captured, tmp_path, durations, iterations=3, ranks=[0, 3])
     rows, provenance = tables.ITERATIONS.read(tmp_path / "iterations.parquet")
@@ -118,7 +136,8 @@ def test_the_results_are_tables(captured, durations, tmp_path):
     assert (np.diff(path["end_ns"]) <= 0).all()
     # The path is gapless: each step begins where the next one in the list ends.
     assert (path["start_ns"].to_numpy()[:-1] == path["end_ns"].to_numpy()[1:]).all()
-    assert found["iteration_ns"] == path["end_ns"].iloc[0] - path["start_ns"].iloc[-1]
+    assert path["end_ns"].iloc[0] == frame["end_ns"].max()
+    assert 0 < found["iteration_ns"] <= frame["end_ns"].max()
     again = tmp_path / "again"
     replay(captured, again, durations, iterations=3, ranks=[0, 3])
     for name in ("iterations", "calls", "critical_path"):
@@ -186,3 +205,64 @@ def test_what_a_table_lacks_is_named(captured, durations):
         program.build(found, DurationTable({}, durations.transfers))
     assert durations.transfer(key) == durations.transfers[key]
     assert isinstance(durations.transfers[key], Duration)
+
+
+# --- streams ---------------------------------------------------------------------------
+
+
+def _kernels(*rows):
+    """Rows of `events` with a lane, a kind, and what each comes after."""
+    names = ("event", "lane", "kind", "after", "call", "mark")
+    return [SimpleNamespace(**dict(zip(names, (*row, -1, 0), strict=True))) for row in rows]
+
+
+def _stream_program(rows, *, one_connection):
+    """Compiled without a capture around it: one rank, every kernel takes 100 ns."""
+    durations = DurationTable(
+        {(0, lane, "body", i): Duration(100) for lane in ("stream:1", "stream:2") for i in range(9)}
+        | {(0, "host:0", "body", i): Duration(10) for i in range(9)}
+    )
+    compiler = program._Compiler(None, durations, program._Classes(), {}, 0, 0, one_connection)
+    compiler.calls = {}
+    compiler.dependencies = dependencies.find({"body": rows}, one_connection=one_connection)
+    lanes = []
+    for lane in dict.fromkeys(row.lane for row in rows):
+        body = compiler._instructions(lane, "body", [r for r in rows if r.lane == lane])
+        lanes.append(Lane(body=body))
+    world = World([Program(lanes)], [], [Rank(0, [])], Durations(ns=compiler.classes.ns))
+    with Engine(world) as engine:
+        engine.run(1)
+        return [int(t) for t in engine.lane_ends(0)]
+
+
+def test_launches_records_and_synchronisation_order_streams():
+    rows = _kernels(
+        (0, "host:0", "COMP", -1),
+        (1, "host:0", "COMP", -1),  # launches 2
+        (2, "stream:1", "COMP", 1),
+        (3, "stream:1", "RECORD", -1),
+        (4, "host:0", "COMP", -1),  # launches 6, which waits for the record
+        (5, "stream:2", "WAIT", 3),
+        (6, "stream:2", "COMP", 4),
+        (7, "host:0", "SYNC", 6),
+    )
+    host, first, second = _stream_program(rows, one_connection=False)
+    assert first == 20 + 100
+    assert second == 120 + 100
+    assert host == 220
+
+
+def test_one_connection_lets_nothing_overtake():
+    # Three kernels, launched in turn: the second waits for the first's stream-mate, the
+    # third is on a stream of its own and could go ahead.
+    rows = _kernels(
+        (0, "host:0", "COMP", -1),
+        (1, "stream:1", "COMP", 0),
+        (2, "host:0", "COMP", -1),
+        (3, "stream:1", "COMP", 2),
+        (4, "host:0", "COMP", -1),
+        (5, "stream:2", "COMP", 4),
+    )
+    assert _stream_program(rows, one_connection=False) == [30, 210, 130]
+    # It was launched behind one that begins at 110.
+    assert _stream_program(rows, one_connection=True) == [30, 210, 210]
