@@ -93,7 +93,7 @@ class Engine {
   void finish(int32_t rank);
   // Up to so many lanes go on; false if none could.
   bool work(int num_lanes);
-  bool is_ready() const { return queue_size_ > 0 || !woken_.empty() || !soonest_.is_empty(); }
+  bool is_ready() const { return !woken_.empty() || queue_size_ > 0 || !soonest_.is_empty(); }
   // Lets the others one iteration further ahead; false if none is held back.
   bool lift_horizon();
   // What a call of an external rank waits for.
