@@ -114,7 +114,7 @@ bool Live::help() {
   } else if (!helps_ || !guard.try_lock()) {
     return false;
   }
-  return step();
+  return step(true);
 }
 
 bool Live::look() {
@@ -122,7 +122,7 @@ bool Live::look() {
   return look_with_lock();
 }
 
-bool Live::step() {
+bool Live::step(bool is_helper) {
   if (is_over_) {
     return false;
   }
@@ -135,7 +135,9 @@ bool Live::step() {
       at_hand_ = nullptr;
       did = true;
     }
-    did = engine_->work(kLanes) || did;
+    if (!did || !is_helper) { // whose answer may be there now
+      did = engine_->work(kLanes) || did;
+    }
   } catch (const Failure& failure) {
     close(failure.code, failure.what());
   } catch (const std::bad_alloc&) {

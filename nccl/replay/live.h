@@ -37,7 +37,7 @@ class Live final : public Helper, private Engine::Listener {
                                     const crystal_live_options& options);
   void serve();
   // With the lock; false if there was nothing to do.
-  bool step();
+  bool step(bool is_helper = false);
   bool look_with_lock();
   void take(const Request& request);
   bool find_circle();
