@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(function=_generate)
 
     bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
-    bench.add_argument("name", choices=["capture", "replay", "run"])
+    bench.add_argument("name", choices=["capture", "live", "replay", "run"])
     bench.set_defaults(function=_bench)
     return parser
 
@@ -518,7 +518,7 @@ def _generate(args: argparse.Namespace, _: object) -> int:
 
 
 def _bench(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.bench import capture, replay, run
+    from crystalllm.bench import capture, live, replay, run
 
-    {"capture": capture, "replay": replay, "run": run}[args.name].main()
+    {"capture": capture, "live": live, "replay": replay, "run": run}[args.name].main()
     return 0
