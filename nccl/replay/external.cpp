@@ -42,6 +42,12 @@ void Engine::begin(int32_t num_iterations, const std::vector<int32_t>& external,
   new_ticket_ = kNone;
   turn_ = kLiveTurn;
   reset(num_iterations);
+  // Room for what is usually open, or its growth would fall into somebody's wait.
+  instances_.resize(comms_.size() + 1);
+  for (size_t i = 0; i < instances_.size(); ++i) {
+    instances_[i].next = free_instance_;
+    free_instance_ = static_cast<int32_t>(i);
+  }
   set_horizon();
 }
 

@@ -118,7 +118,7 @@ Segment::Segment(const std::vector<int32_t>& ranks, int64_t epoch_ns, int64_t sp
     header->nonce ^= static_cast<uint64_t>(getpid()) << 40;
   }
   for (size_t i = 0; i < ranks.size(); ++i) {
-    // The kernel's zeros are what a Side begins with; its pages come as they are used.
+    // The kernel's zeros are what the rest of a Side begins with.
     auto* side = reinterpret_cast<Side*>(static_cast<char*>(base_) + sides_offset() +
                                          i * sizeof(Side));
     side->rank = ranks[i];
@@ -167,7 +167,8 @@ Segment::Segment(const std::string& address) {
 }
 
 void Segment::map(size_t size) {
-  void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  // All pages now: a fault later costs some ten microseconds of somebody's answer.
+  void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
   if (at == MAP_FAILED) {
     const std::string why = std::strerror(errno);
     ::close(fd_);
@@ -268,9 +269,6 @@ void SharedPort::close(int code, const std::string& text) {
   put_text(header.text, text);
   header.state.store(code);
   for (Side* side : sides_) {
-    if (side->pid.load() == 0) {
-      continue; // its pages were never used
-    }
     for (auto& slot : side->slots) {
       uint32_t word = slot.word.load();
       if ((word & 3) == kPending && slot.word.compare_exchange_strong(word, word | kFailed)) {
