@@ -497,12 +497,14 @@ bool Client::wait(int64_t ticket, int64_t limit_ns, crystal_release* release,
     if (did) {
       continue;
     }
-    if (now - begun < segment_->header().spin_ns) {
+    // Who spins for long is known to wait, all the same, and looks for the dead.
+    const bool spins = now - begun < segment_->header().spin_ns;
+    if (spins && now - begun < kSliceNs) {
       pause_cpu();
       continue;
     }
     check_engine();
-    sleep(slot, pending, std::min(limit_ns - (now - begun), kSliceNs));
+    rest(slot, pending, std::min(limit_ns - (now - begun), kSliceNs), spins);
   }
 }
 
@@ -528,10 +530,17 @@ void Client::wait_until(int64_t at_ns) {
   }
 }
 
-void Client::sleep(Slot& slot, uint32_t pending, int64_t limit_ns) {
+void Client::rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool spins) {
   slot.waiters.fetch_add(1);
   side_->waiting.fetch_add(1);
-  if (!helper_ || helper_->has_thread() || !helper_->look()) {
+  if (helper_ && !helper_->has_thread() && helper_->look()) {
+    // There was something to do, which may have been what is waited for.
+  } else if (spins && (!helper_ || helper_->has_thread())) {
+    const int64_t until = monotonic_ns() + limit_ns;
+    while (slot.word.load(std::memory_order_acquire) == pending && monotonic_ns() < until) {
+      pause_cpu();
+    }
+  } else {
     futex_wait(&slot.word, pending, limit_ns);
   }
   side_->waiting.fetch_sub(1);

@@ -146,7 +146,8 @@ class Client {
   void nudge();
   void check_open() const;
   void check_engine() const;
-  void sleep(Slot& slot, uint32_t pending, int64_t limit_ns);
+  // Waits a while, visibly to the engine.
+  void rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool spins);
   std::string explain(int64_t ticket, int32_t call);
 
   std::shared_ptr<Segment> segment_;

@@ -243,8 +243,9 @@ def test_limit_names_the_chain_of_the_waiting() -> None:
         assert "waits for external rank 2" in caught.value.where
 
 
+@pytest.mark.parametrize("spin_ns", [0, 10**12])
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_circle_is_found(has_thread: bool) -> None:
+def test_circle_is_found(has_thread: bool, spin_ns: int) -> None:
     # 0 comes to slot 0 first, 1 to slot 1.
     program = Program([Lane()])
     world = World([program], [2, 2], [Rank(0, [0, 1]), Rank(0, [0, 1])], Durations(ns=[0, 5]))
@@ -258,7 +259,9 @@ def test_circle_is_found(has_thread: bool) -> None:
 
     begun = time.monotonic()
     with (
-        Live(world, external=[0, 1], num_iterations=0, has_thread=has_thread) as live,
+        Live(
+            world, external=[0, 1], num_iterations=0, has_thread=has_thread, client_spin_ns=spin_ns
+        ) as live,
         live.client(0) as zero,
         live.client(1) as one,
     ):
@@ -485,15 +488,17 @@ def test_killed_client_ends_the_run(helps: bool) -> None:
 
 
 ENGINE = """
-with Live(world(3), external=[0, 1], num_iterations=9) as live:
+spin = int(sys.argv[2])
+with Live(world(3), external=[0, 1], num_iterations=9, client_spin_ns=spin) as live:
     print(live.address, flush=True)
     time.sleep(0.3 if sys.argv[1] == "stop" else 60)
 """
 
 
+@pytest.mark.parametrize("spin_ns", [0, 10**12])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_end_of_the_engine_s_process_wakes_who_waits(how: str) -> None:
-    with python(ENGINE, how) as engine:
+def test_end_of_the_engine_s_process_wakes_who_waits(how: str, spin_ns: int) -> None:
+    with python(ENGINE, how, spin_ns) as engine:
         assert engine.stdout is not None
         with attach(engine.stdout.readline().strip(), 0) as client:
             ticket = client.arrive(meeting(7), 0)
