@@ -10,11 +10,11 @@ SimGrid is installed, it runs an iteration of the smallest world too (`simgrid.p
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from crystalllm.bench import simgrid
@@ -116,9 +116,17 @@ def one(size: int) -> None:
             "simulated_s": float(engine.marks(0)[-1]) / 1e9,
             "participations_per_s": engine.num_participations / seconds,
             "calls_per_rank": engine.num_participations / size / _ITERATIONS,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": _peak_rss_bytes(),
         }
     print(json.dumps(found))
+
+
+def _peak_rss_bytes() -> int:
+    """Of this process since it was started; getrusage would begin with its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def world(size: int, *, pp: int) -> World:
