@@ -3,18 +3,21 @@
 The worlds are TP8, PP8 (PP16 for the largest) and data parallel for the rest:
 1F1B with rendezvous messages, some 900 tensor-parallel collectives per rank and
 iteration, and gradients reduced on a second lane while the first one computes.
-Each size runs in a process of its own, so that its peak memory is its own.
+Each size runs in a process of its own, so that its peak memory is its own. Where
+SimGrid is installed, it runs an iteration of the smallest world too (`simgrid.py`).
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from crystalllm.bench import simgrid
 from crystalllm.replay.engine import Engine
 from crystalllm.replay.world import Durations, Instruction, Lane, Op, Program, Rank, World
 
@@ -25,6 +28,7 @@ _ITERATIONS = 3
 _SIZES = (512, 4096, 8192, 65_536)
 # Medians of these repetitions.
 _REPEATS = {512: 9, 4096: 5, 8192: 5, 65_536: 1}
+_SIMGRID_REPEATS = 3
 _LIMIT_S = 900
 # Classes of durations: a piece of a layer, the optimizer, then transfers.
 _PIECE, _OPTIMIZER, _TP_CALL, _MESSAGE, _DP_CALL = range(5)
@@ -49,8 +53,34 @@ def main() -> None:
         "growth": round(
             found[512]["participations_per_s"] / found[65_536]["participations_per_s"], 2
         ),
+        **_beside_simgrid(512, pp=8, engine_per_s=found[512]["participations_per_s"]),
     }
     print(json.dumps(result))
+
+
+def _beside_simgrid(size: int, *, pp: int, engine_per_s: float) -> dict[str, Any]:
+    """Its part of the result; numbers are None where SimGrid gives none, and a line says why."""
+    rates = []
+    for _ in range(_SIMGRID_REPEATS):
+        measured = simgrid.measure(world(size, pp=pp))
+        if measured.participations_per_s is None:
+            print(f"{size} ranks in SimGrid: skipped, {measured.state}", flush=True)
+            rates = []
+            break
+        rates.append(measured.participations_per_s)
+    rate = statistics.median(rates) if rates else None
+    ratio = round(engine_per_s / rate, 1) if rate else None
+    if rate:
+        print(
+            f"{size} ranks in {measured.state}: {rate:.3g} participations/s; "
+            f"the engine does {ratio:g} times as many",
+            flush=True,
+        )
+    return {
+        "simgrid": measured.state,
+        "simgrid_participations_per_s": round(rate) if rate else None,
+        "ratio_to_simgrid": ratio,
+    }
 
 
 def _in_a_process(size: int) -> dict[str, Any]:
@@ -86,9 +116,17 @@ def one(size: int) -> None:
             "simulated_s": float(engine.marks(0)[-1]) / 1e9,
             "participations_per_s": engine.num_participations / seconds,
             "calls_per_rank": engine.num_participations / size / _ITERATIONS,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": _peak_rss_bytes(),
         }
     print(json.dumps(found))
+
+
+def _peak_rss_bytes() -> int:
+    """Of this process since it was started; getrusage would begin with its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def world(size: int, *, pp: int) -> World:

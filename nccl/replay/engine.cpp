@@ -273,6 +273,7 @@ void Engine::reset(int32_t num_iterations) {
   std::fill(handles_.begin(), handles_.end(), Handle{});
   for (auto& c : channels_) {
     c.signals.clear();
+    c.taken = 0;
     c.waiter = kNone;
   }
   queue_.assign(lanes_.size() + 1, 0);
@@ -474,13 +475,12 @@ void Engine::advance(int32_t index) {
       }
       case CRYSTAL_OP_AWAIT: {
         Channel& channel = channels_[rank.first_channel + i.slot];
-        if (channel.signals.empty()) {
+        if (channel.is_empty()) {
           channel.waiter = index;
           lane.waits_in_channel = true;
           return;
         }
-        await(lane, channel.signals.front());
-        channel.signals.pop_front();
+        await(lane, channel.take());
         ++lane.at;
         continue; // await remembered
       }

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <queue>
 #include <stdexcept>
 #include <string>
@@ -225,8 +224,23 @@ class Engine {
       int32_t lane;
       int32_t at;
     };
-    std::deque<Signal> signals;
+    // First in, first out; small while it is empty, as there are many.
+    std::vector<Signal> signals;
+    uint32_t taken = 0;
     int32_t waiter = kNone;
+
+    bool is_empty() const { return taken == signals.size(); }
+    Signal take() {
+      const Signal signal = signals[taken++];
+      if (taken == signals.size()) {
+        signals.clear();
+        taken = 0;
+      } else if (taken >= 64 && 2 * taken > signals.size()) {
+        signals.erase(signals.begin(), signals.begin() + taken);
+        taken = 0;
+      }
+      return signal;
+    }
   };
   struct Rank {
     int32_t program = 0;
