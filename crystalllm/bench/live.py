@@ -1,7 +1,7 @@
 """How long a running program waits for the live replay's answer, and how late releases are.
 
 One rank of 8192 (TP8, PP8) arrives in real time: it computes 1 ms, calls, and does
-so some 900 times per iteration. Measured in C++ (nccl/replay/tests/live_bench.cpp)
+so some 900 times per iteration. Measured in C++ (nccl/replay/bench/live_bench.cpp)
 from arrive() to the known release, over the calls that this arrival determines.
 An engine with a thread spins, so it wants a core to itself beside the program's.
 """
@@ -51,7 +51,7 @@ def main() -> None:
 def _build(folder: Path) -> Path:
     program = folder / "live_bench"
     replay = native.SOURCES / "replay"
-    sources = [*sorted(replay.glob("*.cpp")), replay / "tests" / "live_bench.cpp"]
+    sources = [*sorted(replay.glob("*.cpp")), replay / "bench" / "live_bench.cpp"]
     command = [os.environ.get("CXX", "g++"), "-O3", "-std=c++20", "-pthread"]
     subprocess.run(
         [*command, f"-I{native.SOURCES}", *sources, "-o", program], check=True, timeout=_LIMIT_S

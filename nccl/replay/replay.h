@@ -170,7 +170,7 @@ CRYSTAL_REPLAY_API int64_t crystal_replay_breakdown(
 /* Calls of watched ranks, in the order of the rank's lanes. */
 typedef struct {
   int32_t rank;
-  int32_t lane;
+  int32_t lane;      /* -1 of an external rank */
   int32_t iteration; /* 0 is the prologue, k the k-th body, n + 1 the epilogue */
   int32_t call;
   int64_t arrival_ns;
