@@ -27,6 +27,14 @@ _REPEATS = 5
 _LIMIT_S = 120
 
 
+def query_us(*, repeats: int = 3) -> dict[str, Any]:
+    """p50 and p99 of the answers where the caller's own thread computes: medians and ranges."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = _build(Path(folder))
+        runs = [_one(program, "caller", _MODES["caller"]) for _ in range(repeats)]
+    return _spread(runs, "query_us")
+
+
 def main() -> None:
     """Prints a line per run; the last line is one JSON object, medians and ranges of the runs."""
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from crystalllm.bench import simgrid
+from crystalllm.bench import live, simgrid
 from crystalllm.replay.engine import Engine
 from crystalllm.replay.world import Durations, Instruction, Lane, Op, Program, Rank, World
 
@@ -53,6 +53,7 @@ def main() -> None:
         "growth": round(
             found[512]["participations_per_s"] / found[65_536]["participations_per_s"], 2
         ),
+        "query_us": live.query_us(),
         **_beside_simgrid(512, pp=8, engine_per_s=found[512]["participations_per_s"]),
     }
     print(json.dumps(result))
