@@ -1,6 +1,7 @@
 # Two commands for a newcomer, each doing all its set-up:
 #   make emulate   capture the main job, run one rank of it, show what came out
 #   make test      run the tests
+#   make sanitize  run the C++ tests of the replay engine under the sanitizers
 # STACK=gpu uses the locked requirements of the GPU stack instead.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ JOB ?= gpt-512
 RANK ?= 137
 RESULTS ?= results/$(JOB)
 
-.PHONY: emulate test lint venv build clean help
+.PHONY: emulate test sanitize lint venv build clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +32,7 @@ $(VENV)/.ready: requirements/$(STACK).txt pyproject.toml
 
 build: venv
 	@echo "Building the native extension (a minute the first time) …"
-	@$(RUN) -c 'from crystalllm import native; print(native.build())'
+	@$(RUN) -c 'from crystalllm import native; print(native.build()); print(native.replay_library())'
 
 emulate: build
 	@echo "Capturing $(JOB): some ranks run, the others are inferred (under a minute on 2 cores) …"
@@ -49,6 +50,9 @@ emulate: build
 
 test: build
 	$(RUN) -m pytest -q
+
+sanitize:
+	@$(MAKE) --no-print-directory -C nccl/replay sanitize OBJECTS=$(CURDIR)/build/sanitize
 
 lint: venv
 	$(RUN) -m ruff check .

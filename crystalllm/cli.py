@@ -139,6 +139,38 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
     merge.set_defaults(function=_merge)
 
+    replay = verbs.add_parser(
+        "replay", allow_abbrev=False, help="when every call of a captured world starts and ends"
+    )
+    replay.add_argument("folder", type=Path, help="results/<job>, or its capture folder")
+    replay.add_argument("--out", type=Path, help="folder (default results/<job>/replay)")
+    replay.add_argument(
+        "--durations", type=Path, help="duration table (default: computation as captured)"
+    )
+    replay.add_argument(
+        "--latency-us", type=float, help="of every transfer, without a duration table"
+    )
+    replay.add_argument(
+        "--bandwidth-gb-s", type=float, help="of every transfer, without a duration table"
+    )
+    replay.add_argument("--iterations", type=int, default=10, help="bodies (default 10)")
+    replay.add_argument("--ranks", default="", help="whose calls to keep, such as 0,5,8-11")
+    replay.add_argument("--what-if", type=Path, help="YAML file (docs/replay.md)")
+    replay.add_argument("--draw", action="store_true", help="draw durations, no medians")
+    replay.add_argument(
+        "--share-links",
+        action="store_true",
+        help="modelled transfers of a rank that overlap share its bandwidth",
+    )
+    replay.add_argument(
+        "--one-connection",
+        action="store_true",
+        help="the program sets CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
+    replay.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    replay.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
+    replay.set_defaults(function=_replay)
+
     inspect = verbs.add_parser(
         "inspect", allow_abbrev=False, help="show what a capture or a calls file holds"
     )
@@ -183,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(function=_generate)
 
     bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
-    bench.add_argument("name", choices=["capture", "run"])
+    bench.add_argument("name", choices=["capture", "live", "replay", "run"])
     bench.set_defaults(function=_bench)
     return parser
 
@@ -373,6 +405,54 @@ def _calls(args: argparse.Namespace, _: object) -> int:
     return 0
 
 
+def _replay(args: argparse.Namespace, _: object) -> int:
+    from crystalllm import artifacts
+    from crystalllm.replay import program
+    from crystalllm.replay.durations import DurationTable
+    from crystalllm.replay.offline import replay
+
+    folder = artifacts.capture_folder(args.folder)
+    if args.durations is not None:
+        durations = DurationTable.load(args.durations)
+    elif not args.latency_us or not args.bandwidth_gb_s:
+        raise UserError(
+            "How long transfers take is not known",
+            where="Options --durations, --latency-us and --bandwidth-gb-s",
+            do="Pass a duration table, or one latency and one bandwidth for a first look",
+        )
+    else:
+        capture = program.Capture.read(folder)
+        durations = capture.captured_durations()
+        durations.transfers = program.uniform_transfers(
+            capture.calls,
+            latency_ns=args.latency_us * 1e3,
+            bytes_per_s=args.bandwidth_gb_s * 1e9,
+        )
+    out = args.out or folder.parent / "replay"
+    found = replay(
+        folder,
+        out,
+        durations,
+        iterations=args.iterations,
+        ranks=_ranks(args.ranks) if args.ranks else (),
+        what_ifs=args.what_if,
+        draw=args.draw,
+        seed=args.seed,
+        eager_bytes=args.eager_bytes,
+        share_links=args.share_links,
+        one_connection=args.one_connection,
+    )
+    shares = ", ".join(
+        f"{name} {found[f'{name}_share']:.1%}"
+        for name in ("compute", "exposed", "wait", "bubble", "host")
+    )
+    print(
+        f"{found['num_ranks']} ranks, the last of {args.iterations} iterations takes "
+        f"{found['iteration_ns'] / 1e6:.3f} ms: {shares}; results in {out}"
+    )
+    return 0
+
+
 def _inspect(args: argparse.Namespace, _: object) -> int:
     from crystalllm.show import show
 
@@ -423,6 +503,7 @@ def _build(args: argparse.Namespace, _: object) -> int:
     from crystalllm import native
 
     print(native.build(echo=True))
+    print(native.replay_library(echo=True))
     return 0
 
 
@@ -437,7 +518,7 @@ def _generate(args: argparse.Namespace, _: object) -> int:
 
 
 def _bench(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.bench import capture, run
+    from crystalllm.bench import capture, live, replay, run
 
-    {"capture": capture, "run": run}[args.name].main()
+    {"capture": capture, "live": live, "replay": replay, "run": run}[args.name].main()
     return 0

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,7 @@ from crystalllm.errors import UserError
 
 NAME = "crystalllm_native"
 SOURCES = Path(__file__).resolve().parent.parent / "nccl"
+REPLAY = SOURCES / "replay"
 # Compiling takes about a minute on two cores; another process may be at it.
 BUILD_LIMIT_S = 900
 
@@ -55,9 +56,13 @@ def load() -> ModuleType:
 
 
 def source_digest() -> str:
-    """Digest of everything that goes into the build besides torch and Python."""
+    """Digest of everything that goes into the extension besides torch and Python."""
+    return _digest(p for p in SOURCES.rglob("*") if REPLAY not in p.parents)
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.rglob("*")):
+    for path in sorted(paths):
         if path.suffix in {".cpp", ".h", ".cu"} or path.name == "Makefile":
             digest.update(str(path.relative_to(SOURCES)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -88,13 +93,30 @@ def build(*, echo: bool = False) -> Path:
     Raises:
         UserError: No compiler, or it failed; the log is named.
     """
-    path = target()
+    return _build(target(), "The native extension", _make_command, echo=echo)
+
+
+def replay_library(*, echo: bool = False) -> Path:
+    """The replay engine's library, built before if need be; it knows nothing of torch.
+
+    Raises:
+        UserError: As for `build`.
+    """
+    digest = _digest(p for p in REPLAY.rglob("*") if p.parent.name != "tests")
+    name = f"libcrystal_replay-{digest}.so"
+    path = build_root() / "replay" / name
+    return _build(path, "The replay engine", _replay_command, echo=echo)
+
+
+def _build(
+    path: Path, what: str, command: Callable[[Path, Path], list[str]], *, echo: bool
+) -> Path:
     if path.exists():
         return path
     for tool in ("make", os.environ.get("CXX", "g++")):
         if shutil.which(tool) is None:
             raise UserError(
-                f"The native extension cannot be built without {tool}",
+                f"{what} cannot be built without {tool}",
                 where=f"No {tool} on PATH",
                 do="Install make and g++ (Debian: apt-get install build-essential)",
             )
@@ -104,11 +126,10 @@ def build(*, echo: bool = False) -> Path:
             return path
         partial = path.with_suffix(f".{os.getpid()}.partial")
         log = path.parent / "build.log"
-        command = _make_command(partial, path.parent / "objects")
         with log.open("w") as out:
             try:
                 done = subprocess.run(
-                    command,
+                    command(partial, path.parent / "objects"),
                     stdout=None if echo else out,
                     stderr=None if echo else subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -118,19 +139,31 @@ def build(*, echo: bool = False) -> Path:
             except subprocess.TimeoutExpired:
                 partial.unlink(missing_ok=True)
                 raise UserError(
-                    f"Building the native extension took longer than {BUILD_LIMIT_S} s",
+                    f"{what}: building took longer than {BUILD_LIMIT_S} s",
                     where=f"Log {log}",
                     do="Run python -m crystalllm build on an idle machine",
                 ) from None
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
             raise UserError(
-                "The native extension did not compile",
+                f"{what} did not compile",
                 where=f"Exit code {done.returncode}, log {log}",
                 do="Read the log; python -m crystalllm doctor says which compiler is used",
             )
         partial.rename(path)
     return path
+
+
+def _replay_command(partial: Path, objects: Path) -> list[str]:
+    return [
+        "make",
+        "--no-print-directory",
+        f"-j{os.cpu_count() or 1}",
+        "-C",
+        str(REPLAY),
+        f"TARGET={partial}",
+        f"OBJECTS={objects}",
+    ]
 
 
 def _make_command(partial: Path, objects: Path) -> list[str]:

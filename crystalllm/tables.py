@@ -220,7 +220,81 @@ SPLITS = Table(
     ),
 )
 
+DURATIONS = Table(
+    "durations",
+    1,
+    "how long one segment of computation, or one kind of transfer, takes",
+    (
+        Column("kind", TEXT, "segment or transfer"),
+        Column("role", pa.int32(), "of a segment, else -1"),
+        Column("lane", TEXT, "of a segment, else empty"),
+        Column("section", TEXT, "of a segment: prologue, body or epilogue; else empty"),
+        Column("position", pa.int64(), "of a segment among those of lane and section; else -1"),
+        Column("key", TEXT, "call record of a transfer as text, else empty"),
+        Column("median_ns", pa.int64(), "the duration"),
+        Column("sigma", pa.float64(), "of a lognormal around it; 0 if constant or unknown"),
+        Column("count", pa.int64(), "measurements that it rests on"),
+        Column("source", TEXT, "measured, captured, table, model or given"),
+    ),
+)
+
+REPLAYED_CALLS = Table(
+    "replayed_calls",
+    1,
+    "one call of one rank in a replay",
+    (
+        _RANK,
+        Column("iteration", pa.int32(), "0 is the prologue, k the k-th body, then the epilogue"),
+        Column("lane", pa.int32(), "ordinal among the rank's lanes"),
+        Column("call", pa.int32(), "ordinal of the call in the capture of the rank's role"),
+        Column("kind", TEXT, "as in calls"),
+        Column("key", TEXT, "call record as text"),
+        Column("arrival_ns", pa.int64(), "when the rank came, from the start of the replay"),
+        Column("start_ns", pa.int64(), "when the transfer began"),
+        Column("end_ns", pa.int64(), "when it ended for the rank"),
+    ),
+)
+
+ITERATIONS = Table(
+    "iterations",
+    1,
+    "one iteration of one rank in a replay, and where its time went",
+    (
+        _RANK,
+        Column("iteration", pa.int32(), "from 1; 0 is the prologue"),
+        Column("end_ns", pa.int64(), "from the start of the replay"),
+        Column("duration_ns", pa.int64(), "from the end of the last one; the sum of the parts"),
+        Column("compute_ns", pa.int64(), "computation"),
+        Column("host_ns", pa.int64(), "waits for another lane of the rank"),
+        Column("wait_ns", pa.int64(), "waits for the last participant of a collective"),
+        Column("bubble_ns", pa.int64(), "waits for the other side of a message"),
+        Column("exposed_ns", pa.int64(), "waits for transfers"),
+    ),
+)
+
+CRITICAL_PATH = Table(
+    "critical_path",
+    1,
+    "one step of what an iteration had to wait for, from its end back to its begin",
+    (
+        Column("step", pa.int64(), "ordinal, from 0 at the end"),
+        _RANK,
+        Column("lane", pa.int32(), "ordinal among the rank's lanes"),
+        Column("what", TEXT, "RUN, COMM, WAIT, …"),
+        Column("name", TEXT, "segment, or call record as text"),
+        Column("start_ns", pa.int64(), "from the start of the replay"),
+        Column("end_ns", pa.int64(), "from the start of the replay"),
+        Column(
+            "slack_ns", pa.int64(), "earlier by so much, something else would bind; -1: nothing"
+        ),
+    ),
+)
+
 ALL = (
+    DURATIONS,
+    REPLAYED_CALLS,
+    ITERATIONS,
+    CRITICAL_PATH,
     CALLS,
     CALL_TIMES,
     EVENTS,

@@ -94,3 +94,14 @@ def test_tables_refuse_a_missing_column(tmp_path):
     with pytest.raises(KeyError):
         tables.CALL_TIMES.write(tmp_path / "x.parquet", {"call": [1]}, provenance={})
     assert not list(tmp_path.iterdir()), "nothing half written is left"
+
+
+def test_every_package_is_installed(root):
+    import tomllib
+
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {
+        ".".join(init.parent.relative_to(root).parts)
+        for init in (root / "crystalllm").rglob("__init__.py")
+    }
+    assert there == {name for name in listed if not name.startswith("crystalllm_patches")}

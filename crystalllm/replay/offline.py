@@ -1,0 +1,160 @@
+"""A whole world, replayed: times of chosen ranks, iterations of all, the critical path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crystalllm import __version__, artifacts, tables
+from crystalllm.replay import program, what_if
+from crystalllm.replay.durations import DurationTable
+from crystalllm.replay.engine import Engine
+from crystalllm.replay.program import Capture, Replayable
+from crystalllm.replay.world import Op
+
+_PARTS = ("compute", "host", "wait", "bubble", "exposed")
+
+
+def replay(
+    folder: Path,
+    out: Path,
+    durations: DurationTable,
+    *,
+    iterations: int,
+    ranks: Sequence[int] = (),
+    what_ifs: Path | None = None,
+    draw: bool = False,
+    seed: int = 0,
+    eager_bytes: int = 0,
+    share_links: bool = False,
+    one_connection: bool = False,
+) -> dict[str, Any]:
+    """Replays the capture in `folder` into `out`.
+
+    Args:
+        folder: Of the job, or its capture.
+        out: Gets iterations.parquet, calls.parquet (of `ranks`),
+            critical_path.parquet (of the last iteration) and summary.json.
+        durations: How long things take.
+        iterations: Bodies to go through.
+        ranks: Whose calls to keep.
+        what_ifs: YAML file of `what_if`.
+        draw: Draw durations instead of taking medians.
+        seed: Of what is drawn.
+        eager_bytes: Messages up to this size end at their sender's side at once.
+        share_links: Modelled transfers share links where they overlap.
+        one_connection: The program runs with CUDA_DEVICE_MAX_CONNECTIONS=1.
+
+    Returns:
+        What summary.json says.
+
+    Raises:
+        UserError: Something is missing, or the ranks' calls do not fit together.
+    """
+    capture = Capture.read(folder)
+    declared = [] if what_ifs is None else what_if.load(what_ifs, world_size=len(capture.ranks))
+    made = program.build(
+        capture,
+        durations,
+        seed=seed,
+        draw=draw,
+        eager_bytes=eager_bytes,
+        what_ifs=declared,
+        share_links=share_links,
+        one_connection=one_connection,
+    )
+    provenance = {
+        "crystalllm": __version__,
+        "fingerprint": capture.structure["fingerprint"],
+        "iterations": iterations,
+        "seed": seed,
+        "draw": draw,
+        "eager_bytes": eager_bytes,
+        "share_links": share_links,
+        "one_connection": one_connection,
+        "what_ifs": [w.model_dump() for w in declared],
+    }
+    with Engine(made.world) as engine:
+        engine.watch(ranks)
+        engine.trace(iterations)
+        engine.run(iterations)
+        frame = _iterations(engine, len(made.world.ranks), has_prologue=capture.prologue_marks > 0)
+        tables.ITERATIONS.write(out / "iterations.parquet", frame, provenance=provenance)
+        _write_calls(engine, capture, out / "calls.parquet", provenance)
+        path = _critical_path(engine, made)
+        tables.CRITICAL_PATH.write(out / "critical_path.parquet", path, provenance=provenance)
+    summary = {**provenance, **_summary(frame, iterations)}
+    text = json.dumps(summary, indent=2, sort_keys=True) + "\n"
+    artifacts.write_atomically(out / "summary.json", text.encode())
+    return summary
+
+
+def _iterations(engine: Engine, num_ranks: int, *, has_prologue: bool) -> dict[str, np.ndarray]:
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in (c.name for c in tables.ITERATIONS.columns)
+    }
+    for rank in range(num_ranks):
+        ends, parts = engine.marks(rank), engine.breakdown(rank)
+        columns["rank"].append(np.full(len(ends), rank))
+        columns["iteration"].append(np.arange(len(ends)) + (0 if has_prologue else 1))
+        columns["end_ns"].append(ends)
+        columns["duration_ns"].append(np.diff(ends, prepend=0))
+        for part in _PARTS:
+            columns[f"{part}_ns"].append(parts[f"{part}_ns"])
+    return {name: np.concatenate(values) for name, values in columns.items()}
+
+
+def _write_calls(engine: Engine, capture: Capture, path: Path, provenance: dict[str, Any]) -> None:
+    events = engine.events()
+    speakers = capture.speakers()
+    calls = capture.calls.set_index(["rank", "call"])
+    of_role = capture.ranks["role"]
+    names = {"kind": [], "key": []}
+    for event in events:
+        call = calls.loc[speakers[int(of_role[int(event["rank"])])], int(event["call"])]
+        for name in names:
+            names[name].append(str(call[name]))
+    columns = {name: events[name] for name in events.dtype.names or ()} | names
+    tables.REPLAYED_CALLS.write(path, columns, provenance=provenance)
+
+
+def _critical_path(engine: Engine, made: Replayable) -> dict[str, Any]:
+    steps = engine.critical_path()
+    names = []
+    for step in steps:
+        op = Op(step["op"])
+        name = made.classes[step["cls"]] if op in (Op.RUN, Op.POST, Op.COMM) else ()
+        names.append(" ".join(str(part) for part in name[1:]))
+    return {
+        "step": np.arange(len(steps)),
+        "rank": steps["rank"],
+        "lane": steps["lane"],
+        "what": [Op(op).name for op in steps["op"]],
+        "name": names,
+        "start_ns": steps["start_ns"],
+        "end_ns": steps["end_ns"],
+        "slack_ns": steps["slack_ns"],
+    }
+
+
+def _summary(frame: dict[str, np.ndarray], iterations: int) -> dict[str, Any]:
+    """The last iteration: it is over when its last rank is."""
+    ends = {k: frame["end_ns"][frame["iteration"] == k] for k in range(iterations + 1)}
+    begin = ends[iterations - 1].max() if len(ends.get(iterations - 1, ())) else 0
+    last = frame["iteration"] == iterations
+    shares = {
+        f"{part}_share": round(
+            float(frame[f"{part}_ns"][last].sum() / max(1, frame["duration_ns"][last].sum())), 6
+        )
+        for part in _PARTS
+    }
+    return {
+        "num_ranks": len(np.unique(frame["rank"])),
+        "iteration_ns": int(ends[iterations].max() - begin) if len(ends[iterations]) else 0,
+        "slowest_rank": int(frame["rank"][last][frame["end_ns"][last].argmax()]),
+        **shares,
+    }

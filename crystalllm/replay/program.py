@@ -1,0 +1,487 @@
+"""From a capture and a duration table to the world that is replayed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from crystalllm import artifacts, tables
+from crystalllm.errors import UserError
+from crystalllm.layout import Layout
+from crystalllm.records import element_size
+from crystalllm.replay import dependencies
+from crystalllm.replay.durations import (
+    SECTIONS,
+    Duration,
+    DurationTable,
+    captured_segments,
+    of_choices,
+)
+from crystalllm.replay.what_if import SlowLink
+from crystalllm.replay.world import (
+    END_OF,
+    Durations,
+    End,
+    Instruction,
+    Lane,
+    Op,
+    Program,
+    Rank,
+    World,
+)
+from crystalllm.rules import ends
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What replay reads of a capture.
+
+    Args:
+        structure: structure.json.
+        layout: How groups move from a representative to those it speaks for.
+        ranks: `ranks` by rank.
+        calls: `calls` of captured ranks.
+        events: `events` with their times.
+        groups: `groups` by identity.
+    """
+
+    structure: dict[str, Any]
+    layout: Layout
+    ranks: pd.DataFrame
+    calls: pd.DataFrame
+    events: pd.DataFrame
+    groups: pd.DataFrame
+
+    @classmethod
+    def read(cls, folder: Path) -> Capture:
+        """Raises UserError for what is missing, damaged or not the whole world."""
+        folder = artifacts.capture_folder(folder)
+        structure = artifacts.read_structure(folder)
+        tables_ = {
+            table.name: table.read(folder / f"{table.name}.parquet")[0].to_pandas()
+            for table in (
+                tables.RANKS,
+                tables.CALLS,
+                tables.EVENTS,
+                tables.EVENT_TIMES,
+                tables.GROUPS,
+            )
+        }
+        if len(tables_["ranks"]) != structure["world_size"]:
+            raise UserError(
+                "This capture does not describe the whole world",
+                where=f"Folder {folder}: {len(tables_['ranks'])} ranks of "
+                f"{structure['world_size']}",
+                do="Capture with --strategy roles or all",
+            )
+        events = tables_["events"].merge(tables_["event_times"], on=["rank", "event"])
+        sizes = [(name, size) for name, size in reversed(structure["layout"])]
+        return cls(
+            structure=structure,
+            layout=Layout.of_sizes(sizes),
+            ranks=tables_["ranks"].set_index("rank"),
+            calls=tables_["calls"],
+            events=events[~events["kind"].isin(["ALLOC", "FREE"])],
+            groups=tables_["groups"].set_index("identity"),
+        )
+
+    @property
+    def prologue_marks(self) -> int:
+        return self.structure["prologue_marks"]
+
+    @property
+    def period(self) -> int:
+        return self.structure["period"]
+
+    @property
+    def num_marks(self) -> int:
+        return self.structure["num_marks"]
+
+    def section(self, mark: int) -> str:
+        if mark < self.prologue_marks:
+            return "prologue"
+        return "body" if mark < self.num_marks else "epilogue"
+
+    def speakers(self) -> dict[int, int]:
+        """By role, the rank whose events are the role's program."""
+        return {
+            int(role): int(ranks["representative"].iloc[0])
+            for role, ranks in self.ranks.groupby("role")
+        }
+
+    def captured_durations(self) -> DurationTable:
+        """Segments as they took while capturing; no transfers."""
+        role_of = {int(r): int(role) for r, role in self.ranks["role"].items()}
+        whole = (self.num_marks - self.prologue_marks) // max(self.period, 1) * self.period
+        first = self.num_marks - whole  # bodies are aligned to the end of the run
+
+        def section(mark: int) -> str | None:
+            if mark < self.prologue_marks:
+                return "prologue"
+            if mark >= self.num_marks:
+                return "epilogue"
+            return "body" if mark >= first else None
+
+        return DurationTable(segments=captured_segments(self.events, role_of, section, self.period))
+
+
+@dataclass
+class _Classes:
+    """Numbers of durations; equal ones share a number."""
+
+    ns: list[int] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    choices: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    names: dict[Any, int] = field(default_factory=dict)
+
+    def number(self, name: Any, d: Duration) -> int:
+        if name not in self.names:
+            number = self.names[name] = len(self.ns)
+            self.ns.append(d.ns)
+            self.spread.append(d.sigma)
+            self.sources.append(d.source)
+            if d.choices:
+                self.choices[number] = d.choices
+        return self.names[name]
+
+
+@dataclass(frozen=True)
+class Replayable:
+    """A world, and what its numbers mean.
+
+    Args:
+        world: For the engine.
+        classes: Name of each duration class: ("segment", role, lane, section,
+            position) or ("transfer", key).
+        links: Description and signature of each communicator's group.
+    """
+
+    world: World
+    classes: list[tuple[Any, ...]]
+    links: list[tuple[str, str]]
+
+
+def build(
+    capture: Capture,
+    durations: DurationTable,
+    *,
+    seed: int = 0,
+    draw: bool = False,
+    eager_bytes: int = 0,
+    what_ifs: Sequence[Any] = (),
+    share_links: bool = False,
+    one_connection: bool = False,
+) -> Replayable:
+    """The world of a capture.
+
+    Args:
+        capture: What every rank does.
+        durations: How long it takes.
+        seed: Of draws.
+        draw: Draw durations from their distributions instead of taking medians.
+        eager_bytes: Messages up to this size end at their sender's side at once.
+        what_ifs: From `what_if.load`.
+        share_links: Transfers whose durations are modelled share the links of their
+            ranks where they overlap: those within nodes one class, the others another.
+        one_connection: CUDA_DEVICE_MAX_CONNECTIONS is 1: streams share one queue.
+    """
+    classes = _Classes()
+    forms: dict[str, int] = {}
+    programs, slots_of = [], []
+    roles = capture.speakers()
+    numbers = {role: i for i, role in enumerate(sorted(roles))}
+    for role in sorted(roles):
+        compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes, one_connection)
+        programs.append(compiler.program(roles[role]))
+        slots_of.append(list(compiler.slots))
+    communicators = _Communicators(capture)
+    ranks = []
+    for rank, role in capture.ranks["role"].items():
+        number = numbers[int(role)]
+        ranks.append(Rank(number, [communicators.of(int(rank), s) for s in slots_of[number]]))
+    links = communicators.links()
+    world = World(
+        programs=programs,
+        communicators=communicators.sizes,
+        ranks=ranks,
+        durations=Durations(
+            ns=classes.ns,
+            spread=classes.spread if draw else (),
+            choices=classes.choices if draw else {},
+            seed=seed,
+            link_factors=_link_factors(what_ifs, links),
+            link_classes=communicators.link_classes(slots_of, programs, ranks, classes.sources)
+            if share_links
+            else (),
+            perturbations=[w.perturbation() for w in what_ifs if not isinstance(w, SlowLink)],
+        ),
+    )
+    return Replayable(world, list(classes.names), links)
+
+
+def _link_factors(what_ifs: Sequence[Any], links: list[tuple[str, str]]) -> list[float]:
+    factors = [1.0] * len(links)
+    for slow in (w for w in what_ifs if isinstance(w, SlowLink)):
+        matching = [i for i, names in enumerate(links) if slow.group in names]
+        if not matching:
+            raise UserError(
+                f"No group is called {slow.group}",
+                where="What-if slow-link",
+                do="Use a description or signature: "
+                + ", ".join(sorted({n for names in links for n in names if n})),
+            )
+        for i in matching:
+            factors[i] *= slow.factor
+    return factors if any(f != 1.0 for f in factors) else []
+
+
+# A group's collectives are ("", group, 0); messages (direction, group, peer offset).
+Slot = tuple[str, int, int]
+
+
+class _Communicators:
+    """Numbers of communicators: of groups, and of each ordered pair that exchanges messages."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.sizes: list[int] = []
+        self.numbers: dict[Any, int] = {}
+        seen = capture.calls.drop_duplicates(["rank", "group"])
+        self.identities = {
+            (int(r), int(g)): str(i)
+            for r, g, i in zip(seen["rank"], seen["group"], seen["group_identity"], strict=True)
+        }
+        self.groups = {
+            str(identity): (tuple(int(m) for m in row.members), int(row.creation))
+            for identity, row in zip(capture.groups.index, capture.groups.itertuples(), strict=True)
+        }
+        self.places: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def of(self, rank: int, slot: Slot) -> int:
+        direction, ordinal, offset = slot
+        members, creation = self._group(rank, ordinal)
+        if not direction:
+            return self._number((members, creation), len(members))
+        if members not in self.places:
+            self.places[members] = {m: i for i, m in enumerate(members)}
+        peer = members[(self.places[members][rank] + offset) % len(members)]
+        pair = (rank, peer) if direction == "send" else (peer, rank)
+        return self._number((members, creation, pair), 2)
+
+    def link_classes(
+        self,
+        slots_of: Sequence[Sequence[Slot]],
+        programs: Sequence[Program],
+        ranks: Sequence[Rank],
+        sources: Sequence[str],
+    ) -> list[int]:
+        """0 within a node, 1 between nodes; -1 where a duration is not modelled."""
+        modelled: list[set[int]] = []  # slots of each program
+        for slots, made in zip(slots_of, programs, strict=True):
+            calls = [
+                i
+                for lane in made.lanes
+                for section in (lane.prologue, lane.body, lane.epilogue)
+                for i in section
+                if i.op in (Op.POST, Op.COMM)
+            ]
+            measured = {i.slot for i in calls if sources[i.cls] != "model"}
+            modelled.append(set(range(len(slots))) - measured)
+        node = self.capture.ranks["node"].to_dict()
+        found = [-1] * len(self.sizes)
+        names = list(self.numbers)
+        for rank in ranks:
+            for slot in modelled[rank.program]:
+                number = rank.connections[slot]
+                name = names[number]
+                members = name[2] if len(name) == 3 else name[0]
+                found[number] = int(len({node[m] for m in members}) > 1)
+        return found
+
+    def links(self) -> list[tuple[str, str]]:
+        """By number, description and signature of the group."""
+        named = {
+            (tuple(int(m) for m in row.members), int(row.creation)): (
+                str(row.description),
+                str(row.signature),
+            )
+            for row in self.capture.groups.itertuples()
+        }
+        return [named[name[0], name[1]] for name in self.numbers]
+
+    def _group(self, rank: int, ordinal: int) -> tuple[tuple[int, ...], int]:
+        if (rank, ordinal) in self.identities:
+            return self.groups[self.identities[rank, ordinal]]
+        speaker = int(self.capture.ranks.at[rank, "representative"])
+        members, creation = self.groups[self.identities[speaker, ordinal]]
+        moved = self.capture.layout.moved(members, speaker, rank)
+        if moved is None:
+            raise UserError(
+                "An inferred rank has no such group",
+                where=f"Rank {rank}, group {ordinal} of rank {speaker}, which speaks for it",
+                do="Capture again with this version",
+            )
+        return moved[0], creation
+
+    def _number(self, name: Any, size: int) -> int:
+        if name not in self.numbers:
+            self.numbers[name] = len(self.sizes)
+            self.sizes.append(size)
+        return self.numbers[name]
+
+
+class _Compiler:
+    """One role's events as instructions."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        durations: DurationTable,
+        classes: _Classes,
+        forms: dict[str, int],
+        role: int,
+        eager_bytes: int,
+        one_connection: bool,
+    ) -> None:
+        self.one_connection = one_connection
+        self.capture, self.durations, self.classes = capture, durations, classes
+        self.forms, self.role, self.eager_bytes = forms, role, eager_bytes
+        self.slots: dict[Slot, int] = {}
+        self.handles: dict[Any, int] = {}
+
+    def program(self, rank: int) -> Program:
+        capture = self.capture
+        calls = capture.calls[capture.calls["rank"] == rank]
+        self.calls = {row.call: row for row in calls.itertuples(index=False)}
+        self.batches: dict[int, list[int]] = defaultdict(list)
+        for row in calls.itertuples(index=False):
+            if row.batch >= 0:
+                self.batches[row.batch].append(row.call)
+        self._place_calls()
+        events = capture.events[capture.events["rank"] == rank]
+        first_body = capture.num_marks - capture.period
+        rows: dict[str, list[Any]] = {name: [] for name in SECTIONS}
+        for row in events.itertuples(index=False):
+            name = capture.section(row.mark)
+            if name != "body" or row.mark >= first_body:
+                rows[name].append(row)
+        self.dependencies = dependencies.find(rows, one_connection=self.one_connection)
+        lanes = []
+        for lane in dict.fromkeys(str(row.lane) for row in events.itertuples(index=False)):
+            sections = {
+                name: self._instructions(lane, name, [r for r in rows[name] if r.lane == lane])
+                for name in SECTIONS
+            }
+            if lane == "host:0":
+                self._add_marks(sections)
+            lanes.append(Lane(*(sections[name] for name in SECTIONS)))
+        return Program(lanes)
+
+    def _place_calls(self) -> None:
+        """Names of calls under which waits find them: those of the body by their place in it."""
+        self.names: dict[int, Any] = {}
+        at: dict[int, int] = defaultdict(int)
+        period, end = self.capture.period, self.capture.num_marks
+        for number, call in self.calls.items():
+            if self.capture.section(call.mark) != "body":
+                self.names[number] = ("once", number)
+                continue
+            repeat = (end - 1 - call.mark) // period
+            self.names[number] = ("body", at[repeat])
+            at[repeat] += 1
+
+    def _add_marks(self, sections: dict[str, list[Instruction]]) -> None:
+        """An iteration of the replay is a whole body, and it ends on the first host thread."""
+        mark = Instruction(op=Op.MARK)
+        if self.capture.prologue_marks:
+            sections["prologue"].append(mark)
+        sections["body"].append(mark)
+
+    def _instructions(self, lane: str, section: str, rows: Sequence[Any]) -> list[Instruction]:
+        made: list[Instruction] = []
+        num_segments = 0
+        needs = self.dependencies
+        for row in rows:
+            made += [Instruction(op=Op.AWAIT, slot=c) for c in needs.awaits.get(row.event, ())]
+            made += [Instruction(op=Op.SIGNAL, slot=c) for c in needs.at_begin.get(row.event, ())]
+            if row.kind == "COMP":
+                d = self.durations.segment((self.role, lane, section, num_segments))
+                name = ("segment", self.role, lane, section, num_segments)
+                num_segments += 1
+                made.append(Instruction(op=Op.RUN, cls=self.classes.number(name, d)))
+            elif row.kind.startswith("COMM") and row.call in self.calls:
+                # On a host thread a call goes on by itself, on a stream it is a kernel.
+                op = Op.POST if lane.startswith("host:") else Op.COMM
+                made.append(self._call(self.calls[row.call], op))
+            elif row.kind == "WAIT" and row.call in self.calls:
+                batch = self.calls[row.call].batch
+                for number in self.batches[batch] if batch >= 0 else [row.call]:
+                    made.append(Instruction(op=Op.WAIT, handle=self._handle(number), call=number))
+            made += [Instruction(op=Op.SIGNAL, slot=c) for c in needs.at_end.get(row.event, ())]
+        return made
+
+    def _handle(self, call: int) -> int:
+        return self.handles.setdefault(self.names[call], len(self.handles))
+
+    def _call(self, call: Any, op: Op) -> Instruction:
+        d = self.durations.transfer(call.key)
+        cls = self.classes.number(("transfer", call.key), d)
+        is_message = call.kind in ("send", "recv")
+        slot: Slot = ("", int(call.group), 0)
+        end, is_root, form = END_OF[ends(call.kind, is_root=call.root == "me")], False, call.kind
+        if is_message:
+            slot = (call.kind, int(call.group), int(call.peer_offset))
+            form = "message"
+            num_bytes = max(0, call.count) * element_size(call.dtype)
+            if num_bytes <= self.eager_bytes:
+                end = End.SELF if call.kind == "send" else End.AFTER_DATA
+                is_root = call.kind == "send"
+        else:
+            is_root = call.root == "me"
+        form = f"{form} {call.dtype} {call.count} {call.reduce_op}"
+        return Instruction(
+            op=op,
+            slot=self.slots.setdefault(slot, len(self.slots)),
+            handle=self._handle(call.call),
+            cls=cls,
+            end=end,
+            is_root=is_root,
+            is_message=is_message,
+            form=self.forms.setdefault(form, len(self.forms)),
+            call=int(call.call),
+        )
+
+
+def uniform_transfers(
+    calls: pd.DataFrame, *, latency_ns: float, bytes_per_s: float
+) -> dict[str, Duration]:
+    """Transfer times by one latency and one bandwidth: a first look, no prediction.
+
+    Args:
+        calls: Rows of `calls`.
+        latency_ns: Of every call.
+        bytes_per_s: For what the rank puts in or gets out, whichever is more.
+
+    Returns:
+        By key; calls with split sizes take as long as the sizes that occurred.
+    """
+    c = calls.assign(
+        elements=calls[["in_elements", "out_elements"]].max(axis=1),
+        element_bytes=calls["dtype"].astype(str).map(element_size),
+    )
+    c["ns"] = (latency_ns + c["elements"] * c["element_bytes"] / bytes_per_s * 1e9).round()
+    counts = c.astype({"key": str, "ns": int}).groupby(["key", "ns"]).size()
+    found: dict[str, Duration] = {}
+    for key, of_key in counts.groupby(level="key"):
+        choices = [(int(ns), int(n)) for (_, ns), n in of_key.items()]
+        if len(choices) == 1:
+            found[str(key)] = Duration(choices[0][0], count=choices[0][1], source="model")
+        else:
+            found[str(key)] = of_choices(choices, source="model")
+    return found
