@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from replay_worlds import Builder, one_forward_one_backward, worlds
 
 from crystalllm import tables
 from crystalllm.replay import reference, shared_reference
@@ -22,7 +23,6 @@ from crystalllm.replay.world import (
     PerturbationKind,
 )
 from crystalllm.traces import kineto
-from replay_worlds import Builder, one_forward_one_backward, worlds
 
 
 def _rows(events):

@@ -103,7 +103,7 @@ def test_modelled_transfers_share_links(captured, durations):
     made = program.build(found, durations, share_links=True)
     # All four ranks are one node.
     assert set(made.world.durations.link_classes) == {0}
-    expected, marks = shared_reference.replay(made.world, 3)
+    _, marks = shared_reference.replay(made.world, 3)
     with Engine(made.world) as engine:
         engine.run(3)
         assert {r: list(engine.marks(r)) for r in marks} == marks
