@@ -100,9 +100,12 @@ class Builder:
 
 
 @st.composite
-def worlds(draw, *, shares_links=False):
-    """From one global order of communications, which every rank follows: nobody gets stuck."""
-    b = Builder(draw(st.integers(1, 5)), draw(st.integers(1, 2)))
+def worlds(draw, *, shares_links=False, blocks=False):
+    """From one global order of communications, which every rank follows: nobody gets stuck.
+
+    With `blocks` every rank has one lane and waits for each of its calls.
+    """
+    b = Builder(draw(st.integers(1, 5)), 1 if blocks else draw(st.integers(1, 2)))
     ranks = st.integers(0, b.num_ranks - 1)
     lanes = st.integers(0, b.num_lanes - 1)
     groups = []
@@ -111,8 +114,10 @@ def worlds(draw, *, shares_links=False):
         groups.append((b.group(len(members)), members, [draw(lanes) for _ in members]))
     for section in SECTIONS:
         for _ in range(draw(st.integers(0, 6))):
-            kinds = ["collective", "collective", "rooted", "reduce", "message", "eager", "batch"]
-            _communicate(draw, b, groups, section, draw(st.sampled_from([*kinds, "run", "signal"])))
+            kinds = ["collective", "collective", "rooted", "reduce", "message", "eager", "run"]
+            kinds += [] if blocks else ["batch", "signal"]
+            kind = draw(st.sampled_from(kinds))
+            _communicate(draw, b, groups, section, kind, always_blocks=blocks)
     perturbation = st.builds(
         Perturbation,
         kind=st.sampled_from(list(PerturbationKind)),
@@ -145,7 +150,7 @@ def worlds(draw, *, shares_links=False):
     return b.world(durations)
 
 
-def _communicate(draw, b, groups, section, kind):
+def _communicate(draw, b, groups, section, kind, *, always_blocks):
     classes = st.integers(0, NUM_CLASSES - 1)
     ranks = st.integers(0, b.num_ranks - 1)
     if kind == "run":
@@ -161,7 +166,7 @@ def _communicate(draw, b, groups, section, kind):
     waits = []
 
     def put(rank, comm, *, lane=0, blocks=None, **more):
-        blocks = draw(st.booleans()) if blocks is None else blocks
+        blocks = always_blocks or (draw(st.booleans()) if blocks is None else blocks)
         more |= {"form": FORMS.index(kind), "lane": lane, "section": section}
         handle = b.call(rank, comm, draw(classes), blocks=blocks, **more)
         if handle is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from crystalllm import __version__, artifacts, tables
 from crystalllm.replay import program, what_if
 from crystalllm.replay.durations import DurationTable
-from crystalllm.replay.engine import Engine
+from crystalllm.replay.engine import Engine, ReplayError
 from crystalllm.replay.program import Capture, Replayable
 from crystalllm.replay.world import Op
 
@@ -81,7 +82,12 @@ def replay(
     with Engine(made.world) as engine:
         engine.watch(ranks)
         engine.trace(iterations)
-        engine.run(iterations)
+        try:
+            engine.run(iterations)
+        except ReplayError as error:
+            raise type(error)(
+                error.what, where=_with_groups(error.where, made), do=error.do
+            ) from None
         frame = _iterations(engine, len(made.world.ranks), has_prologue=capture.prologue_marks > 0)
         tables.ITERATIONS.write(out / "iterations.parquet", frame, provenance=provenance)
         _write_calls(engine, capture, out / "calls.parquet", provenance)
@@ -91,6 +97,16 @@ def replay(
     text = json.dumps(summary, indent=2, sort_keys=True) + "\n"
     artifacts.write_atomically(out / "summary.json", text.encode())
     return summary
+
+
+def _with_groups(text: str, made: Replayable) -> str:
+    """The engine knows communicators by number; people know groups."""
+
+    def name(match: re.Match[str]) -> str:
+        description, signature = made.links[int(match[1])]
+        return f"{match[0]} (group {description} {signature})"
+
+    return re.sub(r"communicator (\d+)", name, text)
 
 
 def _iterations(engine: Engine, num_ranks: int, *, has_prologue: bool) -> dict[str, np.ndarray]:

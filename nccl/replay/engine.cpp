@@ -258,6 +258,7 @@ void Engine::reset(int32_t num_iterations) {
   num_participations_ = 0;
   under_way_.assign(ranks_.size() * static_cast<size_t>(num_link_classes_), {});
   agenda_ = {};
+  happened_ns_ = 0;
   instances_.clear();
   free_instance_ = kNone;
   notes_.clear();
@@ -615,7 +616,9 @@ void Engine::complete(int32_t index) {
   settle_tickets(index); // before others are woken: somebody waits for it in real time
   if (instance.is_shared) {
     ++instance.refs; // the agenda's
-    agenda_.push({instance.last_arrival, true, instance.comm, instance.seq, index});
+    // Only an external rank can come late, with a time that has been gone through.
+    agenda_.push({std::max(instance.last_arrival, happened_ns_), true, instance.comm,
+                  instance.seq, index});
   }
   settle_notes(index, true);
   wake(&instance.wait_for_root, index);
@@ -629,6 +632,7 @@ void Engine::complete(int32_t index) {
 void Engine::happen() {
   const Happening now = agenda_.top();
   agenda_.pop();
+  happened_ns_ = now.at;
   Instance& instance = instances_[now.instance];
   const int32_t link_class = link_classes_[now.comm];
   if (now.is_start) {
@@ -652,6 +656,7 @@ void Engine::happen() {
   }
   instance.settled_end = now.at;
   share_again(instance.ranks, link_class, now.at);
+  settle_tickets(now.instance);
   settle_notes(now.instance, true);
   wake(&instance.wait_for_all, now.instance);
   release(now.instance);

@@ -93,6 +93,11 @@ class Engine {
   // Up to so many lanes go on; false if none could.
   bool work(int num_lanes);
   bool is_ready() const { return !woken_.empty() || queue_size_ > 0 || !soonest_.is_empty(); }
+  // The next beginning or end of a transfer that shares links, if it is due by then and
+  // nothing can arrive before. False if there is none.
+  bool happen_until(int64_t at_ns);
+  // When the next one is due; -1 if there is none.
+  int64_t next_happening() const { return agenda_.empty() ? -1 : agenda_.top().at; }
   // Lets the others one iteration further ahead; false if none is held back.
   bool lift_horizon();
   // What a call of an external rank waits for.
@@ -320,6 +325,7 @@ class Engine {
   std::vector<double> link_factors_;
   std::vector<int32_t> link_classes_;
   int32_t num_link_classes_ = 0;
+  int64_t happened_ns_ = 0; // until when the agenda has been gone through
   std::vector<std::vector<int32_t>> under_way_; // shared transfers by rank and class
   std::priority_queue<Happening, std::vector<Happening>, std::greater<>> agenda_;
   std::vector<int32_t> queue_; // ring of lanes that can go on

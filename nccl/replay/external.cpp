@@ -21,12 +21,6 @@ void Engine::begin(int32_t num_iterations, const std::vector<int32_t>& external,
                 std::to_string(num_iterations) + " iterations, " + std::to_string(ahead) + " ahead",
             "Name the ranks whose calls will arrive");
   }
-  if (num_link_classes_ > 0) {
-    // Who shares a link is known once nothing can arrive before, and that is not known here.
-    invalid("Transfers that share links cannot be replayed live",
-            std::to_string(num_link_classes_) + " link classes",
-            "Leave the link classes out, or replay offline");
-  }
   for (const int32_t r : external) {
     if (r < 0 || r >= static_cast<int32_t>(ranks_.size()) || ranks_[r].is_external ||
         programs_[ranks_[r].program].lanes.empty()) {
@@ -173,6 +167,20 @@ bool Engine::lift_horizon() {
   return true;
 }
 
+bool Engine::happen_until(int64_t at_ns) {
+  if (is_ready() || agenda_.empty()) {
+    return false;
+  }
+  for (const int32_t lane : parked_) { // what is held back may begin transfers, too
+    at_ns = std::min(at_ns, lanes_[lane].t);
+  }
+  if (agenda_.top().at > at_ns) {
+    return false;
+  }
+  happen();
+  return true;
+}
+
 bool Engine::work(int num_lanes) {
   int done = 0;
   for (; done < num_lanes && is_ready(); ++done) {
@@ -209,6 +217,9 @@ std::string Engine::explain(int32_t rank, int64_t ticket) const {
       std::to_string(instances_[at].seq);
   std::set<int32_t> seen;
   for (;;) {
+    if (instances_[at].is_complete && instances_[at].is_shared) {
+      return text + ", whose transfer shares a link: its end is not known before its time";
+    }
     const int32_t r = missing_rank(instances_[at]);
     if (r == kNone) {
       return text + ", whose root never comes";

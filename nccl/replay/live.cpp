@@ -101,7 +101,11 @@ void Live::serve() {
     }
     looked = now;
     if (!did && !stopping_) {
-      bell_.sleep(seen, helps_ ? kTickNs : kLookNs);
+      int64_t limit_ns = helps_ ? kTickNs : kLookNs;
+      if (const int64_t due = due_ns_; due >= 0) { // on time for it
+        limit_ns = std::clamp<int64_t>(due - now_ns(), 0, limit_ns);
+      }
+      bell_.sleep(seen, limit_ns);
     }
     bell_.is_asleep.store(0);
   }
@@ -138,6 +142,9 @@ bool Live::step(bool is_helper) {
     if (!did || !is_helper) { // whose answer may be there now
       did = engine_->work(kLanes) || did;
     }
+    if (!did && engine_->next_happening() >= 0) {
+      did = engine_->happen_until(nobody_can_arrive() ? INT64_MAX : now_ns());
+    }
   } catch (const Failure& failure) {
     close(failure.code, failure.what());
   } catch (const std::bad_alloc&) {
@@ -149,7 +156,8 @@ bool Live::step(bool is_helper) {
           std::string("The replay engine failed. ") + error.what() + ". Report this.");
   }
   at_hand_ = nullptr;
-  is_ready_ = !is_over_ && engine_->is_ready();
+  due_ns_ = is_over_ ? -1 : engine_->next_happening();
+  is_ready_ = !is_over_ && (engine_->is_ready() || due_ns_ >= 0);
   return did;
 }
 
@@ -219,6 +227,14 @@ bool Live::look_with_lock() {
   close(CRYSTAL_REPLAY_DEADLOCK, "All external ranks wait, and nobody can go on. " + text +
                                      ". Look at the order of these calls.");
   return true;
+}
+
+// Every external rank has ended, or waits for a release before which it arrives at
+// nothing: what is due next may happen ahead of its time.
+bool Live::nobody_can_arrive() {
+  return std::all_of(external_.begin(), external_.end(), [this](int32_t r) {
+    return has_finished_[r] || port_->blocked_ticket(r) >= 0;
+  });
 }
 
 bool Live::find_circle() {

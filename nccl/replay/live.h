@@ -41,6 +41,7 @@ class Live final : public Helper, private Engine::Listener {
   bool look_with_lock();
   void take(const Request& request);
   bool find_circle();
+  bool nobody_can_arrive();
   void known(int32_t rank, int64_t ticket, int64_t start_ns, int64_t end_ns) override;
   void close(int code, const std::string& text);
   int64_t now_ns() const { return monotonic_ns() - epoch_ns_; }
@@ -64,6 +65,7 @@ class Live final : public Helper, private Engine::Listener {
   crystal_live_stats stats_{};
 
   std::atomic<bool> is_ready_{true}; // the engine can go on without a request
+  std::atomic<int64_t> due_ns_{-1};  // when a shared transfer begins or ends next
   std::atomic<bool> stopping_{false};
   std::mutex stop_lock_;
   std::thread thread_;

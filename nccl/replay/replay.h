@@ -118,8 +118,8 @@ CRYSTAL_REPLAY_API int crystal_replay_set_link_factors(crystal_replay*, const do
 /* Link class of each communicator, from 0, or -1 where transfers were measured as they
  * overlap; NULL for -1 everywhere. Transfers that end for all participants together
  * (CRYSTAL_ENDS_ALL) and overlap at a rank in one class share its bandwidth: with n
- * of them at its busiest rank a transfer goes on at 1/n of its speed. Such a world
- * can only be run offline. */
+ * of them at its busiest rank a transfer goes on at 1/n of its speed. Live, an end is
+ * known once nothing can arrive before it. */
 CRYSTAL_REPLAY_API int crystal_replay_set_link_classes(crystal_replay*, const int32_t* classes);
 /* What-if: a rank that computes longer, or pauses. Iterations count from 1; with
  * `every` they are first, first + every, …; 0 means all from first on. */

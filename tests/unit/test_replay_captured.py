@@ -15,7 +15,7 @@ from crystalllm.config import load_job
 from crystalllm.errors import UserError
 from crystalllm.replay import dependencies, program, reference, shared_reference, what_if
 from crystalllm.replay.durations import Duration, DurationTable
-from crystalllm.replay.engine import Engine
+from crystalllm.replay.engine import DeadlockError, Engine
 from crystalllm.replay.offline import replay
 from crystalllm.replay.world import Durations, Lane, Program, Rank, World
 
@@ -266,3 +266,35 @@ def test_one_connection_lets_nothing_overtake():
     assert _stream_program(rows, one_connection=False) == [30, 210, 130]
     # It was launched behind one that begins at 110.
     assert _stream_program(rows, one_connection=True) == [30, 210, 210]
+
+
+def test_a_circle_is_named_with_ranks_calls_and_groups(tmp_path, virtual):
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "other = 1 - dist.get_rank()\n"
+        "p = torch.nn.Parameter(torch.ones(4))\n"
+        "optimizer = torch.optim.SGD([p], lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    dist.send(p.detach(), other)\n"
+        "    dist.recv(torch.ones(4), other)\n"
+        "    p.grad = torch.ones(4)\n"
+        "    optimizer.step()\n"
+    )
+    job = {"program": str(tmp_path / "train.py"), "world_size": 2, "iterations": 4}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    # Both send first, which works where messages are buffered, and only there.
+    found = capture(
+        load_job(str(tmp_path / "job.yaml")), tmp_path / "capture", eager_bytes=1000, limit_s=60
+    )
+    assert "relies on buffering" in found["warnings"][0]
+    table = program.Capture.read(tmp_path / "capture").captured_durations()
+    calls = program.Capture.read(tmp_path / "capture").calls
+    table.transfers = program.uniform_transfers(calls, latency_ns=1000, bytes_per_s=1e9)
+    out = tmp_path / "out"
+    assert replay(tmp_path, out, table, iterations=2, eager_bytes=1000)["iteration_ns"] > 0
+    with pytest.raises(
+        DeadlockError,
+        match=r"in a circle\. rank [01] .* in call \d+, communicator \d \(group default_pg 2:1\)",
+    ):
+        replay(tmp_path, out, table, iterations=2)

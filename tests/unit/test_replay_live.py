@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_worlds import worlds
 
-from crystalllm.replay import reference
+from crystalllm.replay import reference, shared_reference
 from crystalllm.replay.engine import DeadlockError, ReplayError
 from crystalllm.replay.live import (
     BusyError,
@@ -149,6 +150,111 @@ def test_arrivals_of_an_offline_run_give_its_times(
 
 
 TIMES = ("arrival", "start", "end")
+
+# Later than any test lasts, so that the clock does not say what can happen.
+LATER = 10**12
+
+
+def _later(world: World) -> World:
+    """The same world, beginning at LATER."""
+    d = world.durations
+    cls = len(d.ns)
+    wait = Instruction(op=Op.RUN, cls=cls)
+    programs = [
+        Program([Lane([wait, *x.prologue], x.body, x.epilogue) for x in p.lanes])
+        for p in world.programs
+    ]
+    durations = replace(
+        d,
+        ns=[*d.ns, LATER],
+        spread=[*d.spread, 0.0] if d.spread else (),
+        drain_ns=[*d.drain_ns, 0] if d.drain_ns else (),
+    )
+    return World(programs, world.communicators, world.ranks, durations)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+@given(worlds(shares_links=True, blocks=True), st.integers(0, 3), st.data())
+def test_links_are_shared_live_as_offline(
+    world: World, num_iterations: int, data: st.DataObject
+) -> None:
+    world = _later(world)
+    events, marks = shared_reference.replay(world, num_iterations)
+    ranks = range(len(world.ranks))
+    external = data.draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True), "external")
+    has_thread = data.draw(st.booleans(), "has_thread")
+    differ: list[object] = []
+
+    def follow(client: Client, rank: int) -> None:
+        for event in (e for e in events if e.rank == rank):
+            section = _section(world, rank, 0, event.iteration, num_iterations)
+            try:
+                ticket = client.arrive(
+                    section[event.call + (event.iteration == 0)], event.arrival_ns
+                )
+                release = client.wait(ticket, LIMIT_S)
+            except ReplayError as error:
+                differ.append(error)
+                return
+            if (release.start_ns, release.end_ns) != (event.start_ns, event.end_ns):
+                differ.append((event, release))
+        client.close()
+
+    with Live(
+        world,
+        external=external,
+        num_iterations=num_iterations,
+        watch=ranks,
+        ahead=num_iterations,
+        has_thread=has_thread,
+    ) as live:
+        threads = [
+            threading.Thread(target=follow, args=(live.client(r), r), daemon=True) for r in external
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not differ
+        live.settle(LIMIT_S)
+        engine = live.stop()
+        for r in set(ranks) - set(external):
+            assert list(engine.marks(r)) == marks[r]
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_a_shared_link_is_told_by_the_clock_where_somebody_could_still_come(
+    has_thread: bool,
+) -> None:
+    """Two transfers of 40 ms from one rank, the second begun while the first is under way."""
+    transfer = 40_000_000
+    receive = [Instruction(op=Op.COMM, slot=0, cls=0, is_message=True), Instruction(op=Op.MARK)]
+    sender = Program([Lane(body=[])])
+    world = World(
+        [sender, Program([Lane(body=receive)])],
+        [2, 2],
+        [Rank(0, [0, 1]), Rank(1, [0]), Rank(1, [1])],
+        Durations(ns=[transfer], link_classes=[0, 0]),
+    )
+    send = Instruction(op=Op.POST, slot=0, cls=0, is_message=True)
+    with (
+        Live(world, external=[0], num_iterations=1, has_thread=has_thread) as live,
+        live.client(0) as client,
+    ):
+        begun = client.now_ns()
+        first = client.arrive(send, begun)
+        client.wait_until(begun + 10_000_000)
+        assert client.poll(first) is None  # it could still be slowed down
+        second_at = client.now_ns()
+        second = client.arrive(replace(send, slot=1), second_at)
+        release = client.wait(first, LIMIT_S)
+        # What was left took twice as long; the second had the link to itself again.
+        left = transfer - (second_at - begun)
+        assert release.end_ns == second_at + 2 * left
+        assert client.wait(second, LIMIT_S).end_ns == second_at + transfer + left
+        client.mark(release.end_ns)
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
