@@ -534,7 +534,8 @@ def world(n):
 @contextmanager
 def python(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HEAD + body, *map(str, arguments)],
+        # Python 3.12 warns of a fork beside threads, which is what one test is about.
+        [sys.executable, "-Wignore::DeprecationWarning", "-c", HEAD + body, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
