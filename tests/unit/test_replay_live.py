@@ -228,8 +228,8 @@ def test_links_are_shared_live_as_offline(
 def test_a_shared_link_is_told_by_the_clock_where_somebody_could_still_come(
     has_thread: bool,
 ) -> None:
-    """Two transfers of 40 ms from one rank, the second begun while the first is under way."""
-    transfer = 40_000_000
+    """Two transfers of 400 ms from one rank, the second begun while the first is under way."""
+    transfer = 400_000_000
     receive = [Instruction(op=Op.COMM, slot=0, cls=0, is_message=True), Instruction(op=Op.MARK)]
     sender = Program([Lane(body=[])])
     world = World(
