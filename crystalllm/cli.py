@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--world-size", type=int, help="logical ranks")
     who.add_argument("--rank", type=int, required=True, help="which one to be")
     who.add_argument("--ranks-per-node", type=int, help="of a logical node (default 8)")
-    who.add_argument("--iterations", type=int, help="instead of the job's")
+    who.add_argument("--iterations", type=_from(1), help="instead of the job's")
     who.add_argument("--seed", type=int, help="of everything that is invented (default 0)")
     run.add_argument("--book", type=Path, help="payload book: what other ranks really send")
     run.add_argument(
@@ -102,18 +102,23 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--ranks", help="only these, such as 0,5,8-11")
     capture.add_argument("--shard", metavar="I/N", help="only every N-th rank: a piece for merge")
     capture.add_argument(
-        "--check", type=int, default=16, help="inferred ranks to run for comparison (default 16)"
+        "--check",
+        type=_from(0),
+        default=16,
+        help="inferred ranks to run for comparison (default 16)",
     )
     capture.add_argument(
         "--eager-bytes",
-        type=int,
+        type=_from(0),
         default=0,
         help="messages up to this size need no receiver to be ready (default 0)",
     )
     capture.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
     capture.add_argument("--memory", action="store_true", help="keep every allocation as an event")
-    capture.add_argument("--iterations", type=int, help="instead of the job's")
-    capture.add_argument("--parallel", type=int, help="ranks at a time (default: one per core)")
+    capture.add_argument("--iterations", type=_from(1), help="instead of the job's")
+    capture.add_argument(
+        "--parallel", type=_from(1), help="ranks at a time (default: one per core)"
+    )
     capture.add_argument("--limit", type=float, default=600.0, help="seconds for one rank")
     capture.set_defaults(function=_capture)
 
@@ -136,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("pieces", type=Path, nargs="+", help="folders of capture --shard")
     merge.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
     merge.add_argument("--out", type=Path, help="folder (default results/<job>/capture)")
-    merge.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
+    merge.add_argument("--eager-bytes", type=_from(0), default=0, help="as for capture")
     merge.set_defaults(function=_merge)
 
     replay = verbs.add_parser(
@@ -153,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--bandwidth-gb-s", type=float, help="of every transfer, without a duration table"
     )
-    replay.add_argument("--iterations", type=int, default=10, help="bodies (default 10)")
+    replay.add_argument("--iterations", type=_from(1), default=10, help="bodies (default 10)")
     replay.add_argument("--ranks", default="", help="whose calls to keep, such as 0,5,8-11")
     replay.add_argument("--what-if", type=Path, help="YAML file (docs/replay.md)")
     replay.add_argument("--draw", action="store_true", help="draw durations, no medians")
@@ -168,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the program sets CUDA_DEVICE_MAX_CONNECTIONS=1",
     )
     replay.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    replay.add_argument("--eager-bytes", type=int, default=0, help="as for capture")
+    replay.add_argument("--eager-bytes", type=_from(0), default=0, help="as for capture")
     replay.set_defaults(function=_replay)
 
     inspect = verbs.add_parser(
@@ -218,6 +223,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", choices=["capture", "live", "replay", "run"])
     bench.set_defaults(function=_bench)
     return parser
+
+
+def _from(least: int) -> Callable[[str], int]:
+    """A whole number of at least `least`, as an argument's type."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    number.__name__ = "whole number"
+    return number
 
 
 def _run(args: argparse.Namespace, command: list[str] | None) -> int:
@@ -412,6 +429,7 @@ def _replay(args: argparse.Namespace, _: object) -> int:
     from crystalllm.replay.offline import replay
 
     folder = artifacts.capture_folder(args.folder)
+    capture = program.Capture.read(folder)
     if args.durations is not None:
         durations = DurationTable.load(args.durations)
     elif not args.latency_us or not args.bandwidth_gb_s:
@@ -421,7 +439,6 @@ def _replay(args: argparse.Namespace, _: object) -> int:
             do="Pass a duration table, or one latency and one bandwidth for a first look",
         )
     else:
-        capture = program.Capture.read(folder)
         durations = capture.captured_durations()
         durations.transfers = program.uniform_transfers(
             capture.calls,
@@ -430,7 +447,7 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         )
     out = args.out or folder.parent / "replay"
     found = replay(
-        folder,
+        capture,
         out,
         durations,
         iterations=args.iterations,

@@ -18,6 +18,7 @@ from typing import Any
 from crystalllm import tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Axis, Layout
+from crystalllm.records import group_identity
 from crystalllm.sharing import restricted
 
 
@@ -146,7 +147,7 @@ class PayloadBook:
         for e in self.entries:
             if e.store_key:
                 module.add_store_payload(e.store_key, e.value)
-        reader = _Reader(self, module, extra_periods)
+        reader = _Reader(self, extra_periods)
 
         def ask(group: Any, seq: int, ranks: list[int], peer: int, key: str) -> None:
             for rank in ranks:
@@ -161,8 +162,8 @@ class PayloadBook:
 class _Reader:
     """Finds what a rank contributed to a call, over runs of other lengths and by symmetry."""
 
-    def __init__(self, book: PayloadBook, module: ModuleType, extra_periods: int) -> None:
-        self.book, self.module, self.extra = book, module, extra_periods
+    def __init__(self, book: PayloadBook, extra_periods: int) -> None:
+        self.book, self.extra = book, extra_periods
         self.by_address = {(e.group, e.seq, e.rank, e.peer): e for e in book.entries}
         # The counter of a group is one for all members, that of a pair the sender's.
         self.counters = {
@@ -181,8 +182,7 @@ class _Reader:
         if speaker == rank or moved is None:
             return None
         members, their_peer = moved
-        identity = f"{self.module.digest(list(members))}#{group.creation}"
-        return self._entry(identity, seq, speaker, their_peer)
+        return self._entry(group_identity(members, group.creation), seq, speaker, their_peer)
 
     def _entry(self, identity: str, seq: int, rank: int, peer: int) -> Entry | None:
         counter = self.counters.get((identity, rank if peer >= 0 else -1, peer))

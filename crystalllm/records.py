@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crystalllm import tables
+from crystalllm import native, tables
 
 
 def call_columns(
@@ -36,3 +36,8 @@ def element_size(dtype: str) -> int:
         return 1
     digits = "".join(c for c in dtype if c.isdigit())
     return int(digits or 0) // 8
+
+
+def group_identity(members: Sequence[int], creation: int) -> str:
+    """As `Group.identity` gives it, for the group that so many with these members came before."""
+    return f"{native.load().digest(list(members))}#{creation}"

@@ -281,7 +281,7 @@ CRITICAL_PATH = Table(
         _RANK,
         Column("lane", pa.int32(), "ordinal among the rank's lanes"),
         Column("what", TEXT, "RUN, COMM, WAIT, …"),
-        Column("name", TEXT, "segment, or call record as text"),
+        Column("name", TEXT, "segment, or record of the call as text; else empty"),
         Column("start_ns", pa.int64(), "from the start of the replay"),
         Column("end_ns", pa.int64(), "from the start of the replay"),
         Column(

@@ -26,6 +26,7 @@ from crystalllm.capture.captured import Captured
 from crystalllm.config import Job
 from crystalllm.errors import UserError
 from crystalllm.layout import Layout
+from crystalllm.records import group_identity
 from crystalllm.run import Program
 
 log = logging.getLogger("crystalllm.capture")
@@ -96,7 +97,7 @@ def capture(
             ranks_left.run,
             ranks_left.captured,
             learnt,
-            identity_of,
+            group_identity,
             num_checks=num_checks,
             seed=job.seed,
         )
@@ -153,11 +154,6 @@ def merge(job: Job, pieces: Sequence[Path], out: Path, *, eager_bytes: int = 0) 
     learnt = results.layout_of(job, Layout.of_sizes([("rank", job.world_size)]))
     found = roles.every_rank(learnt, captured)
     return _finish(job, program, first["iterations"], out, captured, found, "all", eager_bytes)
-
-
-def identity_of(members: tuple[int, ...], creation: int) -> str:
-    """As `Group.identity` gives it."""
-    return f"{native.load().digest(list(members))}#{creation}"
 
 
 @dataclass
@@ -249,7 +245,7 @@ def _finish(
 ) -> dict[str, Any]:
     import torch
 
-    world = results.understand(job, iterations, captured, found, identity_of)
+    world = results.understand(job, iterations, captured, found, group_identity)
     warnings = results.check_matching(world, eager_bytes=eager_bytes)
     for warning in warnings:
         log.warning("%s", warning)

@@ -209,11 +209,6 @@ def _period(world: World) -> int:
     return math.lcm(*(s.period for s in world.structures.values())) if world.structures else 0
 
 
-def coordinates(layout: Layout, rank: int) -> list[tuple[str, int]]:
-    """As `ranks.parquet` has them: from the outermost axis to the innermost."""
-    return list(layout.named(rank).items())
-
-
 def layout_of(job: Job, learnt: Layout) -> Layout:
     """The axes by which people name ranks: the job's, or else those that the groups showed."""
     p = job.parallelism
@@ -231,7 +226,7 @@ def _write_ranks(world: World, path: Path, provenance: dict[str, Any]) -> None:
         {
             "rank": ranks,
             "node": [r // world.job.ranks_per_node for r in ranks],
-            "coordinates": [coordinates(layout, r) for r in ranks],
+            "coordinates": [list(layout.named(r).items()) for r in ranks],
             "role": [world.role_of[r] for r in ranks],
             "is_captured": [r in world.captured for r in ranks],
             "is_checked": [r in roles.checked for r in ranks],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -212,10 +212,8 @@ class Engine:
     def _check(self, code: int) -> int:
         if code >= 0:
             return code
-        text = self.library.crystal_replay_message(self.handle).decode()
-        what, where, do = (part.strip() for part in text.rstrip(".").split(". ", 2))
         kind = DeadlockError if code == _DEADLOCK else ReplayError
-        raise kind(what, where=where, do=do)
+        raise error_of(self.library.crystal_replay_message(self.handle), kind)
 
 
 def _flatten(program: Program) -> tuple[np.ndarray, np.ndarray, int, int]:
@@ -269,7 +267,18 @@ def load_library(path: Path) -> Any:
         "breakdown": (i64, [pointer, i32, pointer, i64]),
         "events": (i64, [pointer, pointer, i64]),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"crystal_replay_{name}")
-        function.restype, function.argtypes = result, arguments
+    declare(library, "crystal_replay_", signatures)
     return library
+
+
+def declare(library: Any, prefix: str, signatures: Mapping[str, tuple[Any, list[Any]]]) -> None:
+    """Tells ctypes the result and arguments of each function."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, prefix + name)
+        function.restype, function.argtypes = result, arguments
+
+
+def error_of(message: bytes, kind: type[ReplayError]) -> ReplayError:
+    """The library's message of three sentences as an exception."""
+    what, where, do = (part.strip() for part in message.decode().rstrip(".").split(". ", 2))
+    return kind(what, where=where, do=do)

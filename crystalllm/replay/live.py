@@ -23,6 +23,8 @@ from crystalllm.replay.engine import (
     DeadlockError,
     Engine,
     ReplayError,
+    declare,
+    error_of,
     load_library,
 )
 from crystalllm.replay.world import Instruction, World
@@ -327,9 +329,7 @@ def _ns(seconds: float) -> int:
 
 
 def _fail(library: Any, code: int) -> Any:
-    text = library.crystal_live_message().decode()
-    what, where, do = (part.strip() for part in text.rstrip(".").split(". ", 2))
-    raise _ERRORS.get(code, ReplayError)(what, where=where, do=do)
+    raise error_of(library.crystal_live_message(), _ERRORS.get(code, ReplayError))
 
 
 def _load(path: Path) -> Any:
@@ -351,7 +351,5 @@ def _load(path: Path) -> Any:
         "client_wait": (ctypes.c_int, [pointer, i64, i64, pointer]),
         "client_wait_until": (ctypes.c_int, [pointer, i64]),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"crystal_{name}")
-        function.restype, function.argtypes = result, arguments
+    declare(library, "crystal_", signatures)
     return library

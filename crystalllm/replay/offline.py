@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 
 from crystalllm import __version__, artifacts, tables
+from crystalllm.errors import UserError
 from crystalllm.replay import program, what_if
 from crystalllm.replay.durations import DurationTable
 from crystalllm.replay.engine import Engine, ReplayError
@@ -21,7 +24,7 @@ _PARTS = ("compute", "host", "wait", "bubble", "exposed")
 
 
 def replay(
-    folder: Path,
+    capture: Capture,
     out: Path,
     durations: DurationTable,
     *,
@@ -34,14 +37,14 @@ def replay(
     share_links: bool = False,
     one_connection: bool = False,
 ) -> dict[str, Any]:
-    """Replays the capture in `folder` into `out`.
+    """Replays a capture into `out`.
 
     Args:
-        folder: Of the job, or its capture.
+        capture: What every rank does.
         out: Gets iterations.parquet, calls.parquet (of `ranks`),
             critical_path.parquet (of the last iteration) and summary.json.
         durations: How long things take.
-        iterations: Bodies to go through.
+        iterations: Bodies to go through, at least one.
         ranks: Whose calls to keep.
         what_ifs: YAML file of `what_if`.
         draw: Draw durations instead of taking medians.
@@ -56,7 +59,12 @@ def replay(
     Raises:
         UserError: Something is missing, or the ranks' calls do not fit together.
     """
-    capture = Capture.read(folder)
+    if iterations < 1:
+        raise UserError(
+            "A replay needs at least one iteration",
+            where=f"{iterations} iterations",
+            do="Pass a positive --iterations",
+        )
     declared = [] if what_ifs is None else what_if.load(what_ifs, world_size=len(capture.ranks))
     made = program.build(
         capture,
@@ -91,7 +99,7 @@ def replay(
         frame = _iterations(engine, len(made.world.ranks), has_prologue=capture.prologue_marks > 0)
         tables.ITERATIONS.write(out / "iterations.parquet", frame, provenance=provenance)
         _write_calls(engine, capture, out / "calls.parquet", provenance)
-        path = _critical_path(engine, made)
+        path = _critical_path(engine, made, capture)
         tables.CRITICAL_PATH.write(out / "critical_path.parquet", path, provenance=provenance)
     summary = {**provenance, **_summary(frame, iterations)}
     text = json.dumps(summary, indent=2, sort_keys=True) + "\n"
@@ -125,26 +133,35 @@ def _iterations(engine: Engine, num_ranks: int, *, has_prologue: bool) -> dict[s
 
 
 def _write_calls(engine: Engine, capture: Capture, path: Path, provenance: dict[str, Any]) -> None:
-    events = engine.events()
-    speakers = capture.speakers()
-    calls = capture.calls.set_index(["rank", "call"])
-    of_role = capture.ranks["role"]
-    names = {"kind": [], "key": []}
-    for event in events:
-        call = calls.loc[speakers[int(of_role[int(event["rank"])])], int(event["call"])]
-        for name in names:
-            names[name].append(str(call[name]))
-    columns = {name: events[name] for name in events.dtype.names or ()} | names
+    events = pd.DataFrame(engine.events())
+    # What a rank calls is in the calls of its role's speaker.
+    speakers = capture.ranks["role"].map(capture.speakers())
+    named = events.assign(speaker=events["rank"].map(speakers)).merge(
+        capture.calls[["rank", "call", "kind", "key"]],
+        left_on=["speaker", "call"],
+        right_on=["rank", "call"],
+        how="left",
+        suffixes=("", "_of_speaker"),
+    )
+    columns = {c.name: pa.array(named[c.name]) for c in tables.REPLAYED_CALLS.columns}
     tables.REPLAYED_CALLS.write(path, columns, provenance=provenance)
 
 
-def _critical_path(engine: Engine, made: Replayable) -> dict[str, Any]:
+def _critical_path(engine: Engine, made: Replayable, capture: Capture) -> dict[str, Any]:
     steps = engine.critical_path()
+    speakers = capture.speakers()
+    of_role = capture.ranks["role"]
+    calls = capture.calls
+    keys = dict(zip(zip(calls["rank"], calls["call"], strict=True), calls["key"], strict=True))
     names = []
     for step in steps:
         op = Op(step["op"])
-        name = made.classes[step["cls"]] if op in (Op.RUN, Op.POST, Op.COMM) else ()
-        names.append(" ".join(str(part) for part in name[1:]))
+        if op == Op.RUN:
+            names.append(" ".join(str(part) for part in made.classes[step["cls"]][1:]))
+        elif op in (Op.POST, Op.COMM, Op.WAIT):
+            names.append(str(keys[speakers[of_role[step["rank"]]], step["call"]]))
+        else:
+            names.append("")
     return {
         "step": np.arange(len(steps)),
         "rank": steps["rank"],

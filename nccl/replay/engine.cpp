@@ -1,215 +1,8 @@
 #include "replay/engine.h"
 
 #include <algorithm>
-#include <cmath>
-#include <numbers>
-#include <set>
 
 namespace crystal::replay {
-namespace {
-
-uint64_t mix(uint64_t x) { // splitmix64
-  x += 0x9e3779b97f4a7c15ULL;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-  return x ^ (x >> 31);
-}
-
-// In (0, 1], in steps of 2^-53.
-double unit(uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1.0p-53; }
-
-} // namespace
-
-int64_t scaled(int64_t ns, double factor) {
-  return static_cast<int64_t>(std::floor(static_cast<double>(ns) * factor + 0.5));
-}
-
-void Durations::set(const int64_t* ns, const double* spread, const int64_t* drain, int32_t n,
-                    uint64_t seed) {
-  for (int32_t i = 0; i < n; ++i) {
-    if (ns[i] < 0 || (drain && drain[i] < 0) || (spread && !(spread[i] >= 0))) {
-      throw Failure(CRYSTAL_REPLAY_INVALID,
-                    "A duration is negative. Class " + std::to_string(i) +
-                        ". Give nanoseconds and spreads of 0 or more.");
-    }
-  }
-  ns_.assign(ns, ns + n);
-  spread_.assign(n, 0.0);
-  if (spread) {
-    spread_.assign(spread, spread + n);
-  }
-  drain_.assign(n, 0);
-  if (drain) {
-    drain_.assign(drain, drain + n);
-  }
-  seed_ = seed;
-  choices_.clear();
-  is_drawn_.assign(n, 0);
-  for (int32_t i = 0; i < n; ++i) {
-    is_drawn_[i] = spread_[i] != 0.0;
-  }
-}
-
-void Durations::set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n) {
-  Choices made;
-  uint64_t sum = 0;
-  bool is_valid = cls >= 0 && cls < size() && n > 0;
-  for (int32_t i = 0; i < n && is_valid; ++i) {
-    is_valid = ns[i] >= 0 && weights[i] > 0;
-    sum += static_cast<uint64_t>(weights[i]);
-    made.ns.push_back(ns[i]);
-    made.up_to.push_back(sum);
-  }
-  if (!is_valid) {
-    throw Failure(CRYSTAL_REPLAY_INVALID,
-                  "The choices of a duration are none, or negative. Class " +
-                      std::to_string(cls) +
-                      ". Give durations of 0 or more with weights above 0 for a class that is "
-                      "there.");
-  }
-  choices_[cls] = std::move(made);
-  is_drawn_[cls] = 1;
-}
-
-int64_t Durations::draw(int32_t cls, uint64_t entity, uint64_t count) const {
-  const uint64_t key = mix(mix(mix(seed_ ^ static_cast<uint64_t>(cls)) ^ entity) ^ count);
-  if (const auto found = choices_.find(cls); found != choices_.end()) {
-    const auto& up_to = found->second.up_to;
-    const uint64_t at = key % up_to.back();
-    const auto chosen = std::upper_bound(up_to.begin(), up_to.end(), at) - up_to.begin();
-    return found->second.ns[chosen];
-  }
-  const double u = unit(key);
-  const double v = unit(mix(key));
-  const double normal = std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
-  return scaled(ns_[cls], std::exp(spread_[cls] * normal));
-}
-
-// --- setting up -----------------------------------------------------------------
-
-int Engine::add_program(Program program) {
-  const auto invalid = [](const std::string& what) {
-    throw Failure(CRYSTAL_REPLAY_INVALID, what + ". A program that is added. Mend the program.");
-  };
-  for (const auto& lane : program.lanes) {
-    if (lane.begin < 0 || lane.prologue < 0 || lane.body < 0 || lane.epilogue < 0 ||
-        lane.begin + lane.prologue + lane.body + lane.epilogue >
-            static_cast<int64_t>(program.instructions.size())) {
-      invalid("A lane reaches beyond the instructions");
-    }
-  }
-  for (const auto& i : program.instructions) {
-    const bool is_call = i.op == CRYSTAL_OP_POST || i.op == CRYSTAL_OP_COMM;
-    const bool has_handle = i.op == CRYSTAL_OP_POST || i.op == CRYSTAL_OP_WAIT;
-    const bool has_channel = i.op == CRYSTAL_OP_SIGNAL || i.op == CRYSTAL_OP_AWAIT;
-    if (i.op > CRYSTAL_OP_MARK || i.ends > CRYSTAL_ENDS_AFTER_DATA || (is_call && i.slot < 0) ||
-        (has_handle && (i.handle < 0 || i.handle >= program.num_handles)) ||
-        (has_channel && (i.slot < 0 || i.slot >= program.num_channels)) || i.cls < 0) {
-      invalid("An instruction names a handle, channel or class that is not there");
-    }
-  }
-  programs_.push_back(std::move(program));
-  return static_cast<int>(programs_.size()) - 1;
-}
-
-void Engine::set_communicators(const int32_t* sizes, int32_t n) {
-  comms_.assign(n, {});
-  for (int32_t i = 0; i < n; ++i) {
-    if (sizes[i] < 1) {
-      throw Failure(CRYSTAL_REPLAY_INVALID, "A communicator has no participants. Number " +
-                                                std::to_string(i) + ". Give at least one.");
-    }
-    comms_[i].size = sizes[i];
-  }
-}
-
-void Engine::add_ranks(int32_t n, const int32_t* programs, const int64_t* begin,
-                       const int32_t* connections) {
-  int64_t num_lanes = 0, num_handles = 0, num_channels = 0;
-  for (int32_t r = 0; r < n; ++r) {
-    if (programs[r] < 0 || programs[r] >= static_cast<int32_t>(programs_.size())) {
-      throw Failure(CRYSTAL_REPLAY_INVALID, "A rank follows no program. Rank " +
-                                                std::to_string(r) + ". Add its program first.");
-    }
-    const Program& program = programs_[programs[r]];
-    const auto num_connections = static_cast<int32_t>(begin[r + 1] - begin[r]);
-    for (const auto& i : program.instructions) {
-      if ((i.op == CRYSTAL_OP_POST || i.op == CRYSTAL_OP_COMM) && i.slot >= num_connections) {
-        throw Failure(CRYSTAL_REPLAY_INVALID,
-                      "A rank has fewer connections than its program uses. Rank " +
-                          std::to_string(r) + ", call " + std::to_string(i.call) +
-                          ". Give a communicator for every slot.");
-      }
-    }
-    ranks_.push_back(Rank{programs[r], num_lanes, static_cast<int64_t>(connections_.size()),
-                          num_connections, num_handles, num_channels, false});
-    num_lanes += static_cast<int64_t>(program.lanes.size());
-    num_handles += program.num_handles;
-    num_channels += program.num_channels;
-    for (int64_t c = begin[r]; c < begin[r + 1]; ++c) {
-      if (connections[c] < 0 || connections[c] >= static_cast<int32_t>(comms_.size())) {
-        throw Failure(CRYSTAL_REPLAY_INVALID, "A connection names no communicator. Rank " +
-                                                  std::to_string(r) +
-                                                  ". Set the communicators first.");
-      }
-      connections_.push_back(Connection{connections[c], 0});
-    }
-  }
-  lanes_.resize(num_lanes);
-  handles_.resize(num_handles);
-  channels_.resize(num_channels);
-}
-
-void Engine::set_rank_factors(const double* factors) {
-  rank_factors_.clear();
-  if (factors) {
-    rank_factors_.assign(factors, factors + ranks_.size());
-  }
-}
-
-void Engine::set_link_factors(const double* factors) {
-  link_factors_.clear();
-  if (factors) {
-    link_factors_.assign(factors, factors + comms_.size());
-  }
-}
-
-void Engine::set_link_classes(const int32_t* classes) {
-  link_classes_.clear();
-  num_link_classes_ = 0;
-  if (classes) {
-    link_classes_.assign(classes, classes + comms_.size());
-    for (const int32_t c : link_classes_) {
-      num_link_classes_ = std::max(num_link_classes_, c + 1);
-    }
-  }
-}
-
-void Engine::watch(int32_t rank) {
-  if (rank < 0 || rank >= static_cast<int32_t>(ranks_.size())) {
-    throw Failure(CRYSTAL_REPLAY_INVALID, "There is no such rank to watch. Rank " +
-                                              std::to_string(rank) + ". Add the ranks first.");
-  }
-  ranks_[rank].is_watched = true;
-}
-
-void Engine::set_perturbations(const crystal_perturbation* list, int32_t n) {
-  for (auto& rank : ranks_) {
-    rank.is_perturbed = false;
-  }
-  for (int32_t i = 0; i < n; ++i) {
-    const auto& p = list[i];
-    if (p.rank < 0 || p.rank >= static_cast<int32_t>(ranks_.size()) || p.kind < CRYSTAL_SLOW ||
-        p.kind > CRYSTAL_PAUSE_AT || p.every < 0 || p.pause_ns < 0 || !(p.factor >= 0)) {
-      throw Failure(CRYSTAL_REPLAY_INVALID,
-                    "A perturbation names no rank, or makes time negative. Perturbation " +
-                        std::to_string(i) + ", rank " + std::to_string(p.rank) +
-                        ". Give a rank of the world, and factors and pauses of 0 or more.");
-    }
-    ranks_[p.rank].is_perturbed = true;
-  }
-  perturbations_.assign(list, list + n);
-}
 
 int64_t Engine::perturbed(const Lane& lane, int32_t index, int64_t ns) {
   const bool is_first_lane = index == ranks_[lane.rank].first_lane;
@@ -547,7 +340,7 @@ Engine::Handle Engine::post(int32_t index, const crystal_instruction& i) {
     settle_tickets(found);
     instance.root_lane = index;
     instance.root_at = before(lane);
-    settle_notes(found, false);
+    settle_notes(found);
     wake(&instance.wait_for_root, found);
   }
   if (instance.arrived == comms_[connection.comm].size) {
@@ -620,68 +413,10 @@ void Engine::complete(int32_t index) {
     agenda_.push({std::max(instance.last_arrival, happened_ns_), true, instance.comm,
                   instance.seq, index});
   }
-  settle_notes(index, true);
+  settle_notes(index);
   wake(&instance.wait_for_root, index);
   if (!instance.is_shared) {
     wake(&instance.wait_for_all, index);
-  }
-}
-
-// --- transfers that share a link ------------------------------------------------
-
-void Engine::happen() {
-  const Happening now = agenda_.top();
-  agenda_.pop();
-  happened_ns_ = now.at;
-  Instance& instance = instances_[now.instance];
-  const int32_t link_class = link_classes_[now.comm];
-  if (now.is_start) {
-    instance.planned_end = now.at + instance.transfer;
-    instance.divisor = 1;
-    for (const int32_t rank : instance.ranks) {
-      under_way(rank, link_class).push_back(now.instance);
-    }
-    share_again(instance.ranks, link_class, now.at);
-    agenda_.push({instance.planned_end, false, now.comm, now.seq, now.instance});
-    return;
-  }
-  // Entries whose transfer has been replanned since are out of date.
-  if (instance.comm != now.comm || instance.seq != now.seq || instance.settled_end >= 0 ||
-      instance.planned_end != now.at) {
-    return;
-  }
-  for (const int32_t rank : instance.ranks) {
-    auto& list = under_way(rank, link_class);
-    list.erase(std::find(list.begin(), list.end(), now.instance));
-  }
-  instance.settled_end = now.at;
-  share_again(instance.ranks, link_class, now.at);
-  settle_tickets(now.instance);
-  settle_notes(now.instance, true);
-  wake(&instance.wait_for_all, now.instance);
-  release(now.instance);
-}
-
-void Engine::share_again(const std::vector<int32_t>& ranks, int32_t link_class, int64_t at) {
-  std::set<int32_t> touched;
-  for (const int32_t rank : ranks) {
-    const auto& list = under_way(rank, link_class);
-    touched.insert(list.begin(), list.end());
-  }
-  for (const int32_t index : touched) {
-    Instance& instance = instances_[index];
-    size_t busiest = 1;
-    for (const int32_t rank : instance.ranks) {
-      busiest = std::max(busiest, under_way(rank, link_class).size());
-    }
-    const auto divisor = static_cast<int32_t>(busiest);
-    if (divisor != instance.divisor) { // what is left takes so much longer, rounded up
-      const auto left = static_cast<__int128>(instance.planned_end - at) * divisor;
-      instance.planned_end =
-          at + static_cast<int64_t>((left + instance.divisor - 1) / instance.divisor);
-      instance.divisor = divisor;
-      agenda_.push({instance.planned_end, false, instance.comm, instance.seq, index});
-    }
   }
 }
 
@@ -818,43 +553,6 @@ void Engine::remember(const Lane& lane, int64_t start, int64_t slack, int32_t by
   }
 }
 
-std::vector<crystal_step> Engine::critical_path() const {
-  std::vector<crystal_step> steps;
-  int32_t lane = kNone, at = kNone;
-  int64_t last = -1;
-  for (size_t l = 0; l < moments_.size(); ++l) { // the last mark
-    const Rank& rank = ranks_[lanes_[l].rank];
-    const Program& program = programs_[rank.program];
-    const auto& shape = program.lanes[l - rank.first_lane];
-    for (int32_t i = 0; i < shape.body; ++i) {
-      if (program.instructions[shape.begin + shape.prologue + i].op == CRYSTAL_OP_MARK &&
-          moments_[l][i].end > last) {
-        lane = static_cast<int32_t>(l);
-        at = i;
-        last = moments_[l][i].end;
-      }
-    }
-  }
-  while (at >= 0) {
-    const Rank& rank = ranks_[lanes_[lane].rank];
-    const Program& program = programs_[rank.program];
-    const int64_t number = lane - rank.first_lane;
-    const auto& shape = program.lanes[number];
-    const auto& i = program.instructions[shape.begin + shape.prologue + at];
-    const Moment& moment = moments_[lane][at];
-    const bool is_bound = moment.by_lane != kNone;
-    steps.push_back(crystal_step{lanes_[lane].rank, static_cast<int32_t>(number), at, i.op, i.call,
-                                 i.cls, moment.start, moment.end, moment.slack});
-    if (is_bound) {
-      lane = moment.by_lane;
-      at = moment.by_at; // none: it lies before the iteration
-    } else {
-      --at;
-    }
-  }
-  return steps;
-}
-
 // --- watching ---------------------------------------------------------------------
 
 void Engine::note(int32_t index, const crystal_instruction& i, const Handle& handle) {
@@ -865,11 +563,11 @@ void Engine::note(int32_t index, const crystal_instruction& i, const Handle& han
   ++instances_[handle.instance].refs;
   notes_[handle.instance].push_back(Note{events_.size() - 1, handle});
   if (handle.ends == CRYSTAL_ENDS_SELF || instances_[handle.instance].root_arrival >= 0) {
-    settle_notes(handle.instance, false);
+    settle_notes(handle.instance);
   }
 }
 
-void Engine::settle_notes(int32_t index, bool) {
+void Engine::settle_notes(int32_t index) {
   const auto found = notes_.find(index);
   if (found == notes_.end()) {
     return;
@@ -898,114 +596,6 @@ std::vector<int64_t> Engine::lane_ends(int32_t rank) const {
     ends.push_back(lanes_[r.first_lane + static_cast<int64_t>(l)].t);
   }
   return ends;
-}
-
-// --- what can be wrong ------------------------------------------------------------
-
-void Engine::report_mismatch(const Instance& instance, int32_t lane,
-                             const crystal_instruction& i) const {
-  throw Failure(
-      CRYSTAL_REPLAY_MISMATCH,
-      "Two ranks make calls that do not fit together. Rank " +
-          std::to_string(lanes_[instance.first_lane].rank) + " in call " +
-          std::to_string(instance.first_call) + " and rank " +
-          std::to_string(lanes_[lane].rank) + " in call " + std::to_string(i.call) +
-          ", communicator " + std::to_string(instance.comm) + ", sequence number " +
-          std::to_string(instance.seq) + ". Capture the job again; matching names the difference.");
-}
-
-void Engine::report_left_over(const Instance& instance) const {
-  std::string missing;
-  for (size_t r = 0; r < ranks_.size() && missing.empty(); ++r) {
-    for (int32_t c = 0; c < ranks_[r].num_connections; ++c) {
-      const Connection& connection = connections_[ranks_[r].first_connection + c];
-      if (connection.comm == instance.comm && connection.seq <= instance.seq) {
-        missing = "rank " + std::to_string(r) + " has ended without it";
-        break;
-      }
-    }
-  }
-  throw Failure(CRYSTAL_REPLAY_DEADLOCK,
-                "A communication has no counterpart. Rank " +
-                    std::to_string(lanes_[instance.first_lane].rank) + " in call " +
-                    std::to_string(instance.first_call) + ", communicator " +
-                    std::to_string(instance.comm) + ", sequence number " +
-                    std::to_string(instance.seq) + "; " + missing +
-                    ". Look at the calls of both.");
-}
-
-std::string Engine::describe(int32_t index) const {
-  const Lane& lane = lanes_[index];
-  std::string text = "rank " + std::to_string(lane.rank) + " (lane " +
-      std::to_string(index - ranks_[lane.rank].first_lane) + ", iteration " +
-      std::to_string(lane.iteration) + ")";
-  if (lane.waits_in_channel) {
-    return text + " waits for another of its lanes";
-  }
-  const Instance& instance = instances_[lane.waits_for.instance];
-  return text + " in call " + std::to_string(lane.at->call) + ", communicator " +
-      std::to_string(instance.comm) + ", sequence number " + std::to_string(instance.seq);
-}
-
-int32_t Engine::who_is_missing(int32_t index) const {
-  const Lane& lane = lanes_[index];
-  const auto other_lane = [&](int32_t rank) -> int32_t {
-    const Rank& r = ranks_[rank];
-    for (size_t l = 0; l < programs_[r.program].lanes.size(); ++l) {
-      const auto candidate = static_cast<int32_t>(r.first_lane + static_cast<int64_t>(l));
-      if (candidate != index && !lanes_[candidate].is_done) {
-        return candidate;
-      }
-    }
-    return kNone;
-  };
-  if (lane.waits_in_channel) {
-    return other_lane(lane.rank);
-  }
-  const Instance& instance = instances_[lane.waits_for.instance];
-  int32_t absent = kNone;
-  for (size_t r = 0; r < ranks_.size(); ++r) {
-    for (int32_t c = 0; c < ranks_[r].num_connections; ++c) {
-      const Connection& connection = connections_[ranks_[r].first_connection + c];
-      if (connection.comm == instance.comm && connection.seq <= instance.seq) {
-        const int32_t found = other_lane(static_cast<int32_t>(r));
-        if (found != kNone) {
-          return found;
-        }
-        absent = static_cast<int32_t>(r);
-      }
-    }
-  }
-  return absent == kNone ? kNone : -2 - absent;
-}
-
-void Engine::report_deadlock() const {
-  int32_t at = 0;
-  while (lanes_[at].is_done) {
-    ++at;
-  }
-  std::vector<int32_t> path;
-  std::set<int32_t> seen;
-  while (at >= 0 && seen.insert(at).second) {
-    path.push_back(at);
-    at = who_is_missing(at);
-  }
-  std::string text;
-  if (at >= 0) { // from where the circle closes
-    const auto first = std::find(path.begin(), path.end(), at);
-    for (auto lane = first; lane != path.end(); ++lane) {
-      text += describe(*lane) + ", waits for ";
-    }
-    text += "rank " + std::to_string(lanes_[at].rank);
-    throw Failure(CRYSTAL_REPLAY_DEADLOCK, "Ranks wait for each other in a circle. " + text +
-                                               ". Look at the order of these calls.");
-  }
-  text = describe(path.back());
-  if (at < kNone) {
-    text += ", which rank " + std::to_string(-2 - at) + " has ended without making";
-  }
-  throw Failure(CRYSTAL_REPLAY_DEADLOCK, "A rank waits for a call that another one never makes. " +
-                                             text + ". Look at the calls of both.");
 }
 
 } // namespace crystal::replay

@@ -12,44 +12,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "replay/durations.h"
+#include "replay/failure.h"
 #include "replay/replay.h"
 
 namespace crystal::replay {
-
-struct Failure : std::runtime_error {
-  Failure(int code, const std::string& what) : std::runtime_error(what), code(code) {}
-  int code;
-};
-
-// How long things take. Draws depend on what is drawn, not on when.
-class Durations {
- public:
-  void set(const int64_t* ns, const double* spread, const int64_t* drain, int32_t n, uint64_t seed);
-  int32_t size() const { return static_cast<int32_t>(ns_.size()); }
-  // `entity` is a rank or a communicator, `count` says which of its durations.
-  int64_t get(int32_t cls, uint64_t entity, uint64_t count) const {
-    return is_drawn_[cls] ? draw(cls, entity, count) : ns_[cls];
-  }
-  void set_choices(int32_t cls, const int64_t* ns, const int64_t* weights, int32_t n);
-  int64_t drain(int32_t cls) const { return drain_[cls]; }
-
- private:
-  int64_t draw(int32_t cls, uint64_t entity, uint64_t count) const;
-
-  std::vector<int64_t> ns_;
-  std::vector<double> spread_;
-  std::vector<uint8_t> is_drawn_;
-  struct Choices {
-    std::vector<int64_t> ns;
-    std::vector<uint64_t> up_to; // sums of weights
-  };
-  std::unordered_map<int32_t, Choices> choices_;
-  std::vector<int64_t> drain_;
-  uint64_t seed_ = 0;
-};
-
-// Rounded half up, as the reference does.
-int64_t scaled(int64_t ns, double factor);
 
 struct Program {
   std::vector<crystal_lane> lanes;
@@ -301,14 +268,15 @@ class Engine {
                 int32_t by_at = kNone);
   void await(Lane& lane, const Channel::Signal& signal);
   void note(int32_t lane, const crystal_instruction& i, const Handle& handle);
-  void settle_notes(int32_t instance, bool whole);
+  void settle_notes(int32_t instance);
 
   [[noreturn]] void report_mismatch(const Instance& instance, int32_t lane,
                                     const crystal_instruction& i) const;
   [[noreturn]] void report_deadlock() const;
   [[noreturn]] void report_left_over(const Instance& instance) const;
   std::string describe(int32_t lane) const;
-  int32_t missing_rank(const Instance& instance) const;
+  // Who takes part in a communication and has not come to it, by rank.
+  std::vector<int32_t> missing_ranks(const Instance& instance) const;
   int32_t who_is_missing(int32_t lane) const;
 
   std::vector<Program> programs_;

@@ -114,7 +114,7 @@ def test_modelled_transfers_share_links(captured, durations):
 
 
 def test_the_results_are_tables(captured, durations, tmp_path):
-    found = replay(captured, tmp_path, durations, iterations=3, ranks=[0, 3])
+    found = replay(program.Capture.read(captured), tmp_path, durations, iterations=3, ranks=[0, 3])
     rows, provenance = tables.ITERATIONS.read(tmp_path / "iterations.parquet")
     frame = rows.to_pandas()
     assert set(frame["rank"]) == {0, 1, 2, 3}
@@ -133,13 +133,15 @@ def test_the_results_are_tables(captured, durations, tmp_path):
     path, _ = tables.CRITICAL_PATH.read(tmp_path / "critical_path.parquet")
     path = path.to_pandas()
     assert path["what"].iloc[0] == "MARK"
+    # Everything else says which segment or which call it is.
+    assert (path["name"].iloc[1:] != "").all()
     assert (np.diff(path["end_ns"]) <= 0).all()
     # The path is gapless: each step begins where the next one in the list ends.
     assert (path["start_ns"].to_numpy()[:-1] == path["end_ns"].to_numpy()[1:]).all()
     assert path["end_ns"].iloc[0] == frame["end_ns"].max()
     assert 0 < found["iteration_ns"] <= frame["end_ns"].max()
     again = tmp_path / "again"
-    replay(captured, again, durations, iterations=3, ranks=[0, 3])
+    replay(program.Capture.read(captured), again, durations, iterations=3, ranks=[0, 3])
     for name in ("iterations", "calls", "critical_path"):
         file = f"{name}.parquet"
         assert (again / file).read_bytes() == (tmp_path / file).read_bytes()
@@ -150,9 +152,13 @@ def test_what_ifs_change_what_they_say(captured, durations, tmp_path):
         path = tmp_path / "what-if.yaml"
         path.write_text(text)
         out = tmp_path / "out"
-        return replay(captured, out, durations, iterations=4, what_ifs=path)["iteration_ns"]
+        return replay(program.Capture.read(captured), out, durations, iterations=4, what_ifs=path)[
+            "iteration_ns"
+        ]
 
-    usual = replay(captured, tmp_path / "usual", durations, iterations=4)["iteration_ns"]
+    usual = replay(program.Capture.read(captured), tmp_path / "usual", durations, iterations=4)[
+        "iteration_ns"
+    ]
     assert iteration_ns("[]") == usual
     # All ranks meet in every iteration, so a pause of one delays all of them.
     paused = "[{what: pause, rank: 2, pause_ms: 50, first: 4, every: 0}]"
@@ -182,7 +188,13 @@ def test_wrong_what_ifs_are_explained(tmp_path, text, message):
 def test_a_link_that_is_not_there_is_refused(captured, durations, tmp_path):
     (tmp_path / "w.yaml").write_text("[{what: slow-link, group: mesh_tp, factor: 2}]")
     with pytest.raises(UserError, match=r"No group is called mesh_tp.*default_pg"):
-        replay(captured, tmp_path, durations, iterations=1, what_ifs=tmp_path / "w.yaml")
+        replay(
+            program.Capture.read(captured),
+            tmp_path,
+            durations,
+            iterations=1,
+            what_ifs=tmp_path / "w.yaml",
+        )
 
 
 def test_a_duration_table_survives_its_file(durations, tmp_path):
@@ -288,13 +300,13 @@ def test_a_circle_is_named_with_ranks_calls_and_groups(tmp_path, virtual):
         load_job(str(tmp_path / "job.yaml")), tmp_path / "capture", eager_bytes=1000, limit_s=60
     )
     assert "relies on buffering" in found["warnings"][0]
-    table = program.Capture.read(tmp_path / "capture").captured_durations()
-    calls = program.Capture.read(tmp_path / "capture").calls
-    table.transfers = program.uniform_transfers(calls, latency_ns=1000, bytes_per_s=1e9)
+    both_send = program.Capture.read(tmp_path)
+    table = both_send.captured_durations()
+    table.transfers = program.uniform_transfers(both_send.calls, latency_ns=1000, bytes_per_s=1e9)
     out = tmp_path / "out"
-    assert replay(tmp_path, out, table, iterations=2, eager_bytes=1000)["iteration_ns"] > 0
+    assert replay(both_send, out, table, iterations=2, eager_bytes=1000)["iteration_ns"] > 0
     with pytest.raises(
         DeadlockError,
         match=r"in a circle\. rank [01] .* in call \d+, communicator \d \(group default_pg 2:1\)",
     ):
-        replay(tmp_path, out, table, iterations=2)
+        replay(both_send, out, table, iterations=2)

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pytest
 
 from crystalllm import native, tables
-from crystalllm.capture import capture, identity_of, results, roles
+from crystalllm.capture import capture, results, roles
 from crystalllm.capture.captured import Captured
 from crystalllm.config import Job, Parallelism
 from crystalllm.layout import Layout
+from crystalllm.records import group_identity
 
 
 class Made:
@@ -159,7 +160,7 @@ class Capture:
             found.append(
                 call
                 | {
-                    "group_identity": identity_of(moved, group["creation"]),
+                    "group_identity": group_identity(moved, group["creation"]),
                     "peer_rank": peer,
                     "root_rank": root if root < 0 else moved[members.index(root)],
                 }
@@ -204,7 +205,7 @@ class Ranks:
             captured[rank] = self.known[rank]
 
     def tables(self, captured, found, name):
-        world = results.understand(self.job, 4, captured, found, identity_of)
+        world = results.understand(self.job, 4, captured, found, group_identity)
         results.check_matching(world, eager_bytes=0)
         facts = dict.fromkeys(("program_digest", "crystalllm", "torch", "python"), "")
         out = self.folder / name
@@ -221,7 +222,7 @@ class Ranks:
             lambda ranks, stand_in: self.run(captured, ranks),
             captured,
             self.learnt,
-            identity_of,
+            group_identity,
             num_checks=num_checks,
             seed=seed,
         )
