@@ -11,9 +11,6 @@ def step() -> None:
     Does nothing outside of `python -m crystalllm run`, so that a program may
     keep the call when it runs on the cluster.
     """
-    from crystalllm import native
+    from crystalllm import marks
 
-    module = native.loaded()
-    world = module.the_world() if module is not None else None
-    if world is not None:
-        world.mark()
+    marks.mark(by_hand=True)

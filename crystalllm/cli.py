@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
+import math
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +19,10 @@ from crystalllm import __version__
 from crystalllm.errors import UserError
 
 USAGE_ERROR = 2
+# Of emulate, by the status in summary.json.
+EXIT_CODES = {"ok": 0, "invalid": USAGE_ERROR, "oom": 3, "deviation": 4, "crash": 5}
+BENCHES = ("capture", "fidelity", "live", "memory", "overhead", "replay", "run", "transfers")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,6 +184,183 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--eager-bytes", type=_from(0), default=0, help="as for capture")
     replay.set_defaults(function=_replay)
 
+    planning = verbs.add_parser(
+        "planning", allow_abbrev=False, help="measure what ranks of every role take"
+    )
+    planning.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
+    planning.add_argument(
+        "--explain", action="store_true", help="say what would run and for how long; run nothing"
+    )
+    planning.add_argument("--json", action="store_true", help="with --explain, for programs")
+    planning.add_argument(
+        "--iterations", type=_from(1), default=10, help="measured in each slice (default 10)"
+    )
+    planning.add_argument(
+        "--warm-up", type=_from(0), default=2, help="iterations before them (default 2)"
+    )
+    planning.add_argument("--passes", type=_from(1), default=3, help="at most (default 3)")
+    planning.add_argument(
+        "--tolerance",
+        type=_positive,
+        default=0.02,
+        help="the last pass moves the iteration time by less (default 0.02)",
+    )
+    planning.add_argument("--cluster", help="whose transfers are modelled (default: the job's)")
+    planning.add_argument(
+        "--nccl-tests",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="output of nccl-tests: transfer times that come before the model's",
+    )
+    planning.add_argument(
+        "--sandbox",
+        action="append",
+        default=[],
+        metavar="WISH",
+        help="ranks that run together: node, axes such as tp or tp+cp, ranks such as 0,5,8-11, "
+        "or coordinates such as pp=5,tp=0",
+    )
+    planning.add_argument(
+        "--measure-gloo",
+        action="store_true",
+        help="measure transfers between real gloo processes of this host, which is the target then",
+    )
+    planning.add_argument("--ranks-per-role", type=_from(1), default=1, help="that run (default 1)")
+    planning.add_argument("--cores", help="that may be used, such as 0-3 (default: all)")
+    planning.add_argument("--seed", type=_from(0), default=0, help="of what is invented")
+    planning.add_argument("--share-links", action="store_true", help="as for replay")
+    planning.add_argument("--eager-bytes", type=_from(0), default=0, help="as for capture")
+    planning.add_argument(
+        "--capture", type=Path, help="folder that capture wrote (default results/<job>/capture)"
+    )
+    planning.add_argument("--out", type=Path, help="folder (default results/<job>/planning)")
+    planning.set_defaults(function=_planning)
+
+    emulate = verbs.add_parser(
+        "emulate", allow_abbrev=False, help="run ranks of interest against the replayed rest"
+    )
+    emulate.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
+    emulate.add_argument(
+        "--ranks", required=True, help='such as 0,137 or "pp=5,tp=0" (all that are there)'
+    )
+    emulate.add_argument("--iterations", type=_from(1), help="that count (default: the job's)")
+    emulate.add_argument(
+        "--warm-up", type=_from(0), default=2, help="iterations before them (default 2)"
+    )
+    emulate.add_argument("--out", type=Path, help="folder (default results/<job>/emulate)")
+    emulate.add_argument(
+        "--capture", type=Path, help="folder that capture wrote (default results/<job>/capture)"
+    )
+    emulate.add_argument(
+        "--durations", type=Path, help="(default results/<job>/planning/profile.parquet)"
+    )
+    emulate.add_argument(
+        "--slowness",
+        type=_positive,
+        default=1.0,
+        help="the others compute so many times as long as planned (default 1)",
+    )
+    emulate.add_argument(
+        "--follow-speed",
+        action="store_true",
+        help="the others compute as slowly as the ranks of interest do on this host, now",
+    )
+    emulate.add_argument(
+        "--cluster", help="whose transfers count (default: those of the durations)"
+    )
+    emulate.add_argument("--seed", type=_from(0), default=0, help="of what is drawn or invented")
+    emulate.add_argument("--draw", action="store_true", help="draw durations, no medians")
+    emulate.add_argument("--what-if", type=Path, help="YAML file (docs/replay.md)")
+    emulate.add_argument("--share-links", action="store_true", help="as for replay")
+    emulate.add_argument("--eager-bytes", type=_from(0), default=0, help="as for capture")
+    emulate.add_argument(
+        "--memory-limit", type=_bytes, metavar="SIZE", help="more is out of memory, such as 80GiB"
+    )
+    emulate.add_argument(
+        "--no-memory",
+        action="store_true",
+        help="keep no account of memory, which takes time from the program",
+    )
+    emulate.add_argument(
+        "--profile", action="store_true", help="write a Kineto trace; times are not valid then"
+    )
+    emulate.add_argument(
+        "--untimed", action="store_true", help="no deadlines, on this terminal: for debuggers"
+    )
+    emulate.add_argument(
+        "--changed", action="store_true", help="run a program that is not the captured one"
+    )
+    emulate.add_argument("--no-pin", action="store_true", help="leave cores to the system")
+    emulate.add_argument(
+        "--limit", type=float, default=3600.0, help="seconds for the run (default 3600)"
+    )
+    emulate.set_defaults(function=_emulate)
+
+    anomalies = verbs.add_parser(
+        "anomalies", allow_abbrev=False, help="what in a run deviates from its baseline"
+    )
+    anomalies.add_argument("run", type=Path, help="results/<job>, or the folder of a run")
+    anomalies.add_argument(
+        "--baseline",
+        type=Path,
+        help="profile.parquet, or a folder of imported traces (default: planning beside the run)",
+    )
+    anomalies.add_argument(
+        "--capture", type=Path, help="to replay the world with (default: beside the run)"
+    )
+    anomalies.add_argument(
+        "--durations", type=Path, help="to replay the world with (default: the profile)"
+    )
+    anomalies.add_argument(
+        "--warm-up", type=_from(0), help="iterations to leave out (default: the run's)"
+    )
+    anomalies.add_argument(
+        "--least",
+        type=_percent,
+        default=5.0,
+        metavar="PERCENT",
+        help="smaller deviations of an op are left out (default 5)",
+    )
+    anomalies.add_argument("--out", type=Path, help="folder (default: the run's)")
+    anomalies.add_argument("--json", action="store_true", help="for programs")
+    anomalies.add_argument("--limit", type=int, help="rows of each table, as for inspect")
+    anomalies.set_defaults(function=_anomalies)
+
+    compare = verbs.add_parser("compare", allow_abbrev=False, help="compare two runs")
+    compare.add_argument("a", type=Path, help="results/<job>, or the folder of a run")
+    compare.add_argument("b", type=Path, help="another one")
+    compare.add_argument(
+        "--force", action="store_true", help="runs of different structure, as far as they align"
+    )
+    compare.add_argument(
+        "--between",
+        type=_percent,
+        metavar="PERCENT",
+        help="standard deviation of equal runs' iteration times, for the intervals",
+    )
+    compare.add_argument(
+        "--warm-up", type=_from(0), help="iterations to leave out (default: each run's)"
+    )
+    compare.add_argument("--json", action="store_true", help="for programs")
+    compare.add_argument("--limit", type=int, help="rows of each table, as for inspect")
+    compare.set_defaults(function=_compare)
+
+    fits = verbs.add_parser(
+        "fits", allow_abbrev=False, help="say whether every role of a job has enough memory"
+    )
+    fits.add_argument("--job", required=True, help="a job's name in config/jobs, or its file")
+    fits.add_argument(
+        "--memory", type=_bytes, required=True, metavar="SIZE", help="of each rank, such as 80GiB"
+    )
+    fits.add_argument(
+        "--capture", type=Path, help="folder that capture wrote (default results/<job>/capture)"
+    )
+    fits.add_argument("--out", type=Path, help="folder (default results/<job>/fits)")
+    fits.add_argument("--changed", action="store_true", help="as for emulate")
+    fits.set_defaults(function=_fits)
+
     inspect = verbs.add_parser(
         "inspect", allow_abbrev=False, help="show what a capture or a calls file holds"
     )
@@ -220,7 +405,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(function=_generate)
 
     bench = verbs.add_parser("bench", help="measure; the last line is one JSON object")
-    bench.add_argument("name", choices=["capture", "live", "replay", "run"])
+    bench.add_argument("name", choices=BENCHES)
+    fidelity = bench.add_argument_group("of fidelity")
+    fidelity.add_argument("--device", choices=["cpu"], help="where (default cpu)")
+    fidelity.add_argument("--cases", nargs="+", help="such as ddp fsdp2 (default: all)")
+    fidelity.add_argument("--max-pairs", type=_from(2), help="per case (default 60)")
     bench.set_defaults(function=_bench)
     return parser
 
@@ -235,6 +424,29 @@ def _from(least: int) -> Callable[[str], int]:
 
     number.__name__ = "whole number"
     return number
+
+
+def _percent(text: str) -> float:
+    """A percentage of at least 0, as an argument's type."""
+    value = float(text.removesuffix("%"))
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no percentage")
+    return value
+
+
+def _bytes(text: str) -> int:
+    """Bytes from such as 80GiB, 512MiB or 1000000, as an argument's type."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(k|[KMG]i|[MG]|)B?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write such as 80GiB")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _positive(text: str) -> float:
+    """A number above 0, as an argument's type."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
 
 
 def _run(args: argparse.Namespace, command: list[str] | None) -> int:
@@ -295,12 +507,13 @@ def _capture(args: argparse.Namespace, _: object) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from crystalllm.capture import capture
+    from crystalllm.chosen import numbers
     from crystalllm.config import load_job
 
     job = load_job(args.job)
     name = Path(args.job).stem
     out = args.out or Path("results") / name / "capture"
-    ranks = None if args.ranks is None else _ranks(args.ranks)
+    ranks = None if args.ranks is None else numbers(args.ranks, option=f"--ranks {args.ranks}")
     shard = None if args.shard is None else _shard(args.shard)
     console = Console(stderr=True)
     columns = (TextColumn("captured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -378,22 +591,6 @@ def _shard(text: str) -> tuple[int, int]:
         ) from None
 
 
-def _ranks(text: str) -> list[int]:
-    """Ranks from "0,5,8-11"."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        try:
-            ranks += range(int(first), int(last) + 1) if dash else [int(first)]
-        except ValueError:
-            raise UserError(
-                f"{part!r} is no rank and no range of ranks",
-                where=f"--ranks {text}",
-                do="Write such as 0,5,8-11",
-            ) from None
-    return ranks
-
-
 def _import(args: argparse.Namespace, _: object) -> int:
     from crystalllm.traces.kineto import import_traces
 
@@ -424,9 +621,11 @@ def _calls(args: argparse.Namespace, _: object) -> int:
 
 def _replay(args: argparse.Namespace, _: object) -> int:
     from crystalllm import artifacts
+    from crystalllm.chosen import numbers
     from crystalllm.replay import program
     from crystalllm.replay.durations import DurationTable
     from crystalllm.replay.offline import replay
+    from crystalllm.transfers.uniform import uniform_transfers
 
     folder = artifacts.capture_folder(args.folder)
     capture = program.Capture.read(folder)
@@ -440,7 +639,7 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         )
     else:
         durations = capture.captured_durations()
-        durations.transfers = program.uniform_transfers(
+        durations.transfers = uniform_transfers(
             capture.calls,
             latency_ns=args.latency_us * 1e3,
             bytes_per_s=args.bandwidth_gb_s * 1e9,
@@ -451,7 +650,7 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         out,
         durations,
         iterations=args.iterations,
-        ranks=_ranks(args.ranks) if args.ranks else (),
+        ranks=numbers(args.ranks, option=f"--ranks {args.ranks}") if args.ranks else (),
         what_ifs=args.what_if,
         draw=args.draw,
         seed=args.seed,
@@ -468,6 +667,163 @@ def _replay(args: argparse.Namespace, _: object) -> int:
         f"{found['iteration_ns'] / 1e6:.3f} ms: {shares}; results in {out}"
     )
     return 0
+
+
+def _planning(args: argparse.Namespace, _: object) -> int:
+    from crystalllm import planning
+    from crystalllm.chosen import numbers
+    from crystalllm.config import load_job
+    from crystalllm.cores import separate
+    from crystalllm.planning.show import show_explanation, show_summary
+
+    job = load_job(args.job)
+    results = Path("results") / Path(args.job).stem
+    out = args.out or results / "planning"
+    cores = args.cores and numbers(args.cores, option=f"--cores {args.cores}", what="core")
+    request: dict[str, Any] = {
+        "capture": args.capture or results / "capture",
+        "transfers": planning.transfers_from(
+            job,
+            cluster=args.cluster,
+            files=args.nccl_tests,
+            measured=out / "measured_transfers.parquet" if args.measure_gloo else None,
+            measure_on=() if args.explain else cores or separate(),
+        ),
+        "options": planning.Options(
+            iterations=args.iterations,
+            warm_up=args.warm_up,
+            max_passes=args.passes,
+            tolerance=args.tolerance,
+            ranks_per_role=args.ranks_per_role,
+            wishes=tuple(args.sandbox),
+            seed=args.seed,
+            eager_bytes=args.eager_bytes,
+            share_links=args.share_links,
+        ),
+        "cores": cores,
+    }
+    if args.explain:
+        show_explanation(planning.explain(job, out, **request), as_json=args.json)
+        return 0
+    try:
+        found = planning.planning(
+            job, out, **request, say=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+    except KeyboardInterrupt:
+        print(
+            "crystalllm: interrupted; finished slices are kept, and the same command goes on",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
+    show_summary(found, out)
+    return 0
+
+
+def _emulate(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.config import load_job
+    from crystalllm.emulate import PROFILE, emulate
+    from crystalllm.sandbox.show import show_summary
+
+    job = load_job(args.job)
+    results = Path("results") / Path(args.job).stem
+    out = args.out or results / "emulate"
+    found = emulate(
+        job,
+        out,
+        ranks=args.ranks,
+        captured=args.capture or results,
+        durations=args.durations or results / "planning" / PROFILE,
+        iterations=args.iterations,
+        warm_up=args.warm_up,
+        pin=not args.no_pin,
+        slowness=args.slowness,
+        follows_speed=args.follow_speed,
+        cluster=args.cluster,
+        seed=args.seed,
+        draw=args.draw,
+        what_ifs=args.what_if,
+        share_links=args.share_links,
+        eager_bytes=args.eager_bytes,
+        memory=not args.no_memory,
+        memory_limit_bytes=args.memory_limit,
+        profile=args.profile,
+        timed=not args.untimed,
+        on_terminal=args.untimed,
+        changed=args.changed,
+        limit_s=args.limit,
+    )
+    show_summary(found, out)
+    return EXIT_CODES[found["status"]]
+
+
+def _anomalies(args: argparse.Namespace, _: object) -> int:
+    import json
+
+    from crystalllm.compare.anomalies import find
+    from crystalllm.compare.findings import Limits
+    from crystalllm.compare.runs import run_folder
+    from crystalllm.compare.show import show_anomalies
+
+    found = find(
+        args.run,
+        args.baseline,
+        capture=args.capture,
+        durations=args.durations,
+        limits=Limits(min_ratio=args.least / 100),
+        warm_up=args.warm_up,
+    )
+    out = args.out or run_folder(args.run)
+    found.write(out)
+    if args.json:
+        print(json.dumps(found.summary, indent=2, sort_keys=True))
+    else:
+        show_anomalies(found, limit=args.limit)
+        print(f"results in {out}")
+    return 0
+
+
+def _compare(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.compare.compare import compare
+    from crystalllm.compare.show import show_comparison
+
+    found = compare(
+        args.a,
+        args.b,
+        force=args.force,
+        between=None if args.between is None else args.between / 100,
+        warm_up=args.warm_up,
+    )
+    if args.json:
+        print(found.to_json(), end="")
+    else:
+        show_comparison(found, limit=args.limit)
+    return 0
+
+
+def _fits(args: argparse.Namespace, _: object) -> int:
+    from crystalllm.config import load_job
+    from crystalllm.fits import fits
+
+    results = Path("results") / Path(args.job).stem
+    out = args.out or results / "fits"
+    found = fits(
+        load_job(args.job),
+        out,
+        captured=args.capture or results,
+        limit_bytes=args.memory,
+        changed=args.changed,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    held = sorted(found["by_category"].items(), key=lambda item: -item[1])
+    at_least = "at least " if found["is_lower_bound"] else ""
+    print(
+        f"{'yes' if found['fits'] else 'no'}: the worst rank ({found['worst']}) needs {at_least}"
+        f"{found['peak_bytes']:,} of {found['limit_bytes']:,} bytes, margin "
+        f"{found['margin_bytes']:,}; held by "
+        + ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in held if num_bytes)
+    )
+    print(f"results in {out}")
+    return 0 if found["fits"] else EXIT_CODES["oom"]
 
 
 def _inspect(args: argparse.Namespace, _: object) -> int:
@@ -535,7 +891,13 @@ def _generate(args: argparse.Namespace, _: object) -> int:
 
 
 def _bench(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.bench import capture, live, replay, run
-
-    {"capture": capture, "live": live, "replay": replay, "run": run}[args.name].main()
+    names = ("device", "cases", "max_pairs")
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if options and args.name != "fidelity":
+        raise UserError(
+            f"bench {args.name} has no options",
+            where=f"Options {', '.join(options)}",
+            do="Leave them out; they are those of bench fidelity",
+        )
+    importlib.import_module(f"crystalllm.bench.{args.name}").main(**options)
     return 0

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,7 +24,17 @@ from crystalllm.identity import Identity
 Positive = Annotated[int, Field(gt=0, strict=True)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 
+# Bool comes first: true is no number.
+Parameter = (
+    Annotated[bool, Field(strict=True)]
+    | Annotated[int, Field(strict=True)]
+    | Annotated[float, Field(strict=True)]
+    | Annotated[str, Field(strict=True)]
+)
+ParameterName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
 JOBS = Path("config/jobs")
+_SCHEMA_NAMES = {"study": "config"}
 CLUSTERS = Path("config/clusters")
 
 
@@ -78,8 +89,13 @@ class Job(_Model):
     )
     arguments: str = Field(
         "",
-        description="the program's arguments, split as a shell would; {iterations}, {seed} and "
-        "the parallel sizes ({tp}, {pp}, …) are replaced, {{ and }} stand for braces",
+        description="the program's arguments, split as a shell would; {iterations}, {seed}, the "
+        "parallel sizes ({tp}, {pp}, …) and parameters are replaced, {{ and }} stand for braces",
+    )
+    parameters: dict[ParameterName, Parameter] = Field(
+        default_factory=dict,
+        description="values for arguments, by which sweeps can vary them; true stands for the "
+        "flag of that name (offload_optimizer: --offload-optimizer), false for nothing",
     )
     world_size: Positive = Field(description="logical ranks")
     ranks_per_node: Positive = Field(8, description="logical ranks of one node")
@@ -116,16 +132,19 @@ class Job(_Model):
             raise ValueError(
                 f"{p.factors} = {p.product} ranks, but world_size is {self.world_size}; {hint}"
             )
+        taken = sorted(set(self.parameters) & set(self._own_values(1)))
+        if taken:
+            raise ValueError(
+                f"parameters {', '.join(taken)} have a meaning already; use other names"
+            )
         self.command()  # an unknown placeholder is an error here, not in the middle of a stage
         return self
 
     def command(self, *, iterations: int | None = None) -> tuple[str, ...]:
         """The program and its arguments for so many iterations."""
         values: dict[str, Any] = {
-            "iterations": iterations if iterations is not None else self.iterations,
-            "seed": self.seed,
-            "world_size": self.world_size,
-            **(self.parallelism.model_dump(exclude={"order"}) if self.parallelism else {}),
+            **self._own_values(iterations if iterations is not None else self.iterations),
+            **{name: _as_argument(name, value) for name, value in self.parameters.items()},
         }
 
         def replace(match: re.Match[str]) -> str:
@@ -142,6 +161,28 @@ class Job(_Model):
         text = re.sub(r"\{\{|\}\}|\{(\w+)\}", replace, self.arguments)
         return (*shlex.split(self.program), *shlex.split(text))
 
+    def resolved(self) -> Job:
+        """The same job with its parameters put into its arguments.
+
+        Two jobs that are equal then run the same, also where one has a parameter more.
+        """
+        values = {name: _as_argument(name, value) for name, value in self.parameters.items()}
+        text = re.sub(
+            r"\{\{|\}\}|\{(\w+)\}",
+            lambda match: values.get(match[1] or "", match[0]),
+            self.arguments,
+        )
+        arguments = shlex.join(shlex.split(text))
+        return self.model_copy(update={"arguments": arguments, "parameters": {}})
+
+    def _own_values(self, iterations: int) -> dict[str, Any]:
+        return {
+            "iterations": iterations,
+            "seed": self.seed,
+            "world_size": self.world_size,
+            **(self.parallelism.model_dump(exclude={"order"}) if self.parallelism else {}),
+        }
+
     def identity(self, rank: int) -> Identity:
         return Identity(
             rank=rank,
@@ -150,6 +191,12 @@ class Job(_Model):
             seed=self.seed,
             environment=self.environment,
         )
+
+
+def _as_argument(name: str, value: bool | int | float | str) -> str:
+    if isinstance(value, bool):
+        return f"--{name.replace('_', '-')}" if value else ""
+    return str(value)
 
 
 class Gpu(_Model):
@@ -174,8 +221,18 @@ class Link(_Model):
     """A class of links, seen from one GPU, in one direction."""
 
     scope: Literal["node", "cluster"] = Field(description="whom it connects")
-    bandwidth_bytes_per_s: PositiveNumber = Field(description="payload bytes per second")
-    latency_s: Annotated[float, Field(ge=0)] = Field(description="time of an empty message")
+    bandwidth_bytes_per_s: PositiveNumber = Field(description="bytes per second at line rate")
+    latency_s: Annotated[float, Field(ge=0)] = Field(
+        description="time that a few bytes take from one GPU to the next"
+    )
+    efficiency: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the line rate that the payload of large transfers reaches"
+    )
+    reduces_in_switch: bool = Field(
+        False,
+        description="its switches add up and multicast (NVLS: NVSwitch from the third generation "
+        "on); read for links of scope node",
+    )
 
 
 class Cluster(_Model):
@@ -211,18 +268,23 @@ class Cluster(_Model):
     def num_nodes(self) -> int:
         return sum(n.count for n in self.nodes)
 
+    def link(self, scope: Literal["node", "cluster"]) -> tuple[str, Link] | None:
+        """Name and class of the fastest link of a scope; None if there is none."""
+        found = [(name, link) for name, link in self.links.items() if link.scope == scope]
+        return max(found, key=lambda f: f[1].bandwidth_bytes_per_s * f[1].efficiency, default=None)
+
     @property
     def num_gpus(self) -> int:
         return sum(n.count * n.gpus_per_node for n in self.nodes)
 
 
-ModelT = TypeVar("ModelT", Job, Cluster)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def load_job(name: str) -> Job:
     """The job of this name in config/jobs, or of this path; its cluster is checked too."""
-    path = _find(name, JOBS, "job")
-    job = _load(path, Job)
+    path = find(name, JOBS, "job")
+    job = load(path, Job)
     if job.cluster is not None:
         check_fits(job, load_cluster(job.cluster), where=str(path))
     return job
@@ -230,7 +292,7 @@ def load_job(name: str) -> Job:
 
 def load_cluster(name: str) -> Cluster:
     """The cluster of this name in config/clusters, or of this path."""
-    return _load(_find(name, CLUSTERS, "cluster"), Cluster)
+    return load(find(name, CLUSTERS, "cluster"), Cluster)
 
 
 def check_fits(job: Job, cluster: Cluster, *, where: str) -> None:
@@ -253,7 +315,12 @@ def check_fits(job: Job, cluster: Cluster, *, where: str) -> None:
         )
 
 
-def _find(name: str, folder: Path, what: str) -> Path:
+def find(name: str, folder: Path, what: str) -> Path:
+    """The file of this name in a folder, or of this path.
+
+    Raises:
+        UserError: Names those that there are.
+    """
     direct = Path(name)
     if direct.suffix in (".yaml", ".yml"):
         if direct.is_file():
@@ -271,9 +338,20 @@ def _find(name: str, folder: Path, what: str) -> Path:
     )
 
 
-def _load(path: Path, model: type[ModelT]) -> ModelT:
+def load(path: Path, model: type[ModelT]) -> ModelT:
+    """What a YAML file says.
+
+    Raises:
+        UserError: Names the file, the key, the value and what would be legal.
+    """
     try:
         data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"A configuration file cannot be read: {error.strerror}",
+            where=f"File {path}, from folder {Path.cwd()}",
+            do="Run from the folder that holds it, or pass its path",
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             "A configuration file is no YAML",
@@ -286,6 +364,11 @@ def _load(path: Path, model: type[ModelT]) -> ModelT:
             where=f"File {path}: {type(data).__name__}",
             do=f"Start from one in {JOBS} or {CLUSTERS}",
         )
+    return parse(data, model, path)
+
+
+def parse(data: Mapping[str, Any], model: type[ModelT], path: Path) -> ModelT:
+    """What the keys and values of a file say; raises as `load`."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -312,10 +395,11 @@ def _explain(error: ValidationError, path: Path, model: type[BaseModel]) -> User
             problems.append(what if model is not Job and not item["loc"] else name + what)
         else:
             problems.append(f"key {key}: value {value!r}: {item['msg']}")
+    name = model.__name__.lower()
     return UserError(
         f"The configuration is wrong: {'; '.join(problems)}",
         where=f"File {path}",
-        do=f"Mend it; the schema is config/schema/{model.__name__.lower()}.schema.json",
+        do=f"Mend it; the schema is config/schema/{_SCHEMA_NAMES.get(name, name)}.schema.json",
     )
 
 
@@ -352,8 +436,7 @@ def _some(numbers: list[int]) -> str:
 # --- generated files ---------------------------------------------------------
 
 # NVIDIA H200 SXM: 141 GB HBM3e; dense peaks from NVIDIA's H200 datasheet, which
-# gives them with sparsity for the tensor cores (halved here). NVLink 4: 900 GB/s
-# both ways together, so 450 GB/s one way; one 400 Gb/s adapter per GPU.
+# gives them with sparsity for the tensor cores (halved here).
 H200 = Gpu(
     model="NVIDIA H200",
     memory_bytes=141_000_000_000,
@@ -366,15 +449,28 @@ H200 = Gpu(
         "fp8": 1979e12,
     },
 )
+# NVLink 4: 900 GB/s both ways together (NVIDIA's H100 datasheet), so 450 GB/s one way.
+# The latency is that of a hop in NCCL's tuner (src/graph/tuning.cc, NVLINK, LL); rings
+# without NVLS reach 365 GB/s (docs/transfers.md).
+NVLINK_4 = Link(
+    scope="node",
+    bandwidth_bytes_per_s=450e9,
+    latency_s=0.6e-6,
+    efficiency=0.81,
+    reduces_in_switch=True,
+)
+# InfiniBand NDR, one 400 Gb/s adapter per GPU. The latency is that of a hop in NCCL's
+# tuner (NET, Tree, LL); four nodes with as much Ethernet reach 365 of 400 GB/s.
+NDR_400 = Link(scope="cluster", bandwidth_bytes_per_s=50e9, latency_s=5e-6, efficiency=0.92)
 H200_CLUSTER = Cluster(
     nodes=[Nodes(count=64, gpus_per_node=8, gpu=H200)],
-    links={
-        "nvlink": Link(scope="node", bandwidth_bytes_per_s=450e9, latency_s=3e-6),
-        "network": Link(scope="cluster", bandwidth_bytes_per_s=50e9, latency_s=8e-6),
-    },
+    links={"nvlink": NVLINK_4, "network": NDR_400},
 )
 LARGE_H200_CLUSTER = H200_CLUSTER.model_copy(
     update={"nodes": [Nodes(count=1024, gpus_per_node=8, gpu=H200)]}
+)
+SMALL_H200_CLUSTER = H200_CLUSTER.model_copy(
+    update={"nodes": [Nodes(count=2, gpus_per_node=8, gpu=H200)]}
 )
 
 FSDP_TP_JOB = Job(
@@ -389,10 +485,25 @@ FSDP_TP_JOB = Job(
 )
 
 
+_GPT_ARGUMENTS = (
+    "--tp {tp} --pp {pp} --dp {dp} --ep {ep} --layers {layers} --hidden {hidden} --sequence 128 "
+    "--micro-batch {micro_batch} --global-batch {global_batch} --num-experts {num_experts} "
+    "--data-parallel {data_parallel} --recompute {recompute} {offload_optimizer} "
+    "--steps {iterations} --seed {seed} --log-ranks all"
+)
 GPT_JOB = Job(
     program="-m crystalllm.examples.gpt",
-    arguments="--tp {tp} --pp {pp} --dp {dp} --layers 8 --hidden 256 --sequence 128 "
-    "--micro-batch 1 --num-microbatches 8 --steps {iterations} --seed {seed} --log-ranks all",
+    arguments=_GPT_ARGUMENTS,
+    parameters={
+        "layers": 8,
+        "hidden": 256,
+        "num_experts": 0,
+        "micro_batch": 1,
+        "global_batch": 128,
+        "data_parallel": "fsdp",
+        "recompute": "none",
+        "offload_optimizer": False,
+    },
     world_size=512,
     ranks_per_node=8,
     iterations=10,
@@ -402,27 +513,57 @@ GPT_JOB = Job(
 )
 
 
-LARGE_GPT_JOB = GPT_JOB.model_copy(
-    update={
-        "world_size": 8192,
-        "parallelism": Parallelism(tp=4, pp=8, dp=256),
-        "cluster": "h200-1024x8",
-    }
+def _sibling(parameters: dict[str, Any], **changes: Any) -> Job:
+    """The main job, but for these parameters and fields."""
+    data = {**GPT_JOB.model_dump(), **changes, "parameters": GPT_JOB.parameters | parameters}
+    return Job.model_validate(data)
+
+
+DDP_JOB = _sibling({"data_parallel": "ddp"})
+MOE_JOB = _sibling(
+    {"num_experts": 8, "global_batch": 256}, parallelism=Parallelism(tp=2, pp=4, dp=64, ep=8)
+)
+LARGE_GPT_JOB = _sibling(
+    {"global_batch": 2048},
+    world_size=8192,
+    parallelism=Parallelism(tp=4, pp=8, dp=256),
+    cluster="h200-1024x8",
+)
+# The same program on GPUs: one of them stands for any rank of the world.
+ONE_GPU_JOB = _sibling(
+    {"layers": 32, "hidden": 4096},
+    arguments=_GPT_ARGUMENTS + " --heads 32 --device cuda --precision bf16",
+)
+# A world that two nodes hold whole, so that emulated and real runs can be compared.
+TWO_NODES_JOB = _sibling(
+    {"layers": 16, "hidden": 2048, "global_batch": 32},
+    arguments=_GPT_ARGUMENTS + " --heads 16 --device cuda --precision bf16",
+    world_size=16,
+    parallelism=Parallelism(tp=4, pp=2, dp=2),
+    cluster="h200-2x8",
 )
 
 
 def generated_files() -> dict[Path, str]:
     """Every file that is generated from the models, with its content."""
     from crystalllm import tables
+    from crystalllm.study.model import Study, Sweep
 
     return {
         JOBS / "fsdp-tp-512.yaml": _to_yaml(FSDP_TP_JOB),
         JOBS / "gpt-512.yaml": _to_yaml(GPT_JOB),
+        JOBS / "gpt-512-ddp.yaml": _to_yaml(DDP_JOB),
+        JOBS / "gpt-512-moe.yaml": _to_yaml(MOE_JOB),
+        JOBS / "gpt-512-cuda.yaml": _to_yaml(ONE_GPU_JOB),
+        JOBS / "gpt-16-cuda.yaml": _to_yaml(TWO_NODES_JOB),
         JOBS / "gpt-8192.yaml": _to_yaml(LARGE_GPT_JOB),
         CLUSTERS / "h200-64x8.yaml": _to_yaml(H200_CLUSTER),
+        CLUSTERS / "h200-2x8.yaml": _to_yaml(SMALL_H200_CLUSTER),
         CLUSTERS / "h200-1024x8.yaml": _to_yaml(LARGE_H200_CLUSTER),
         Path("config/schema/job.schema.json"): _schema(Job),
         Path("config/schema/cluster.schema.json"): _schema(Cluster),
+        Path("config/schema/config.schema.json"): _schema(Study),
+        Path("config/schema/sweep.schema.json"): _schema(Sweep),
         Path("docs/tables.md"): tables.document(),
     }
 

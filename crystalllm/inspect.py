@@ -297,40 +297,6 @@ def unchecked(capture: Capture) -> list[str]:
     return lines
 
 
-def rank_at(capture: Capture, coordinates: str) -> tuple[int, int]:
-    """The lowest rank at such as `pp=5,tp=0`, and how many are there.
-
-    Raises:
-        UserError: Names the legal axes and coordinates.
-    """
-    axes = capture.axes
-    legal = "; ".join(f"{axis} from {axes[axis].min()} to {axes[axis].max()}" for axis in axes)
-    where = f"--coord {coordinates}"
-    if not len(axes.columns):
-        raise UserError(
-            "The ranks of this capture have no coordinates", where=where, do="Pass --rank"
-        )
-    chosen = np.ones(len(axes), dtype=bool)
-    for part in coordinates.split(","):
-        axis, _, text = (p.strip() for p in part.partition("="))
-        if axis not in axes:
-            what = f"There is no axis {axis!r}"
-        elif not text.isdecimal() or int(text) not in axes[axis].to_numpy():
-            what = f"There is no coordinate {text!r} on axis {axis}"
-        else:
-            chosen &= (axes[axis] == int(text)).to_numpy()
-            continue
-        raise UserError(what, where=where, do=f"Write such as {_example(axes)}; legal are {legal}")
-    if not chosen.any():
-        raise UserError("No rank is at these coordinates", where=where, do=f"Legal are {legal}")
-    found = axes.index[chosen]
-    return int(found[0]), len(found)
-
-
-def _example(axes: pd.DataFrame) -> str:
-    return ",".join(f"{axis}={axes[axis].iloc[-1]}" for axis in axes)
-
-
 def rank_calls(capture: Capture, rank: int) -> tuple[pd.DataFrame, int]:
     """The calls of one rank, or of the one that speaks for it.
 

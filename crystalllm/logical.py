@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +13,14 @@ from typing import Any
 import wrapt
 
 from crystalllm import native, patching
+from crystalllm.errors import UserError
 from crystalllm.identity import Identity
+from crystalllm.mates import Mates
 from crystalllm.payload import PayloadBook
 
 log = logging.getLogger("crystalllm")
+
+_mates: Mates | None = None
 
 
 def enter(
@@ -28,6 +33,7 @@ def enter(
     transfer_ns: int = 0,
     logical_local_rank: bool = False,
     carried: bool = False,
+    mates: Mates | None = None,
 ) -> None:
     """Makes the process rank `identity.rank`: from here on torch's peers are virtual.
 
@@ -45,7 +51,23 @@ def enter(
             device that exists.
         carried: The peers are real: gloo moves the data between processes that
             somebody started, and calls are only recorded.
+        mates: Ranks that run for real side by side, this one among them; None if
+            all others are virtual.
+
+    Raises:
+        UserError: This rank is not among `mates`, or one of them is outside the world.
     """
+    global _mates
+    if mates is not None and not {identity.rank} <= set(mates.ranks) <= set(
+        range(identity.world_size)
+    ):
+        raise UserError(
+            "These ranks cannot run side by side",
+            where=f"Ranks {', '.join(map(str, mates.ranks))}, for rank {identity.rank} of "
+            f"{identity.world_size}",
+            do="Name ranks of the world, this one among them",
+        )
+    _mates = mates
     if isinstance(book, Path):
         book = PayloadBook.load(book)
 
@@ -55,6 +77,8 @@ def enter(
         world.set_strict(strict)
         world.keep_records(keep_records)
         world.set_transfer_ns(transfer_ns)
+        if mates is not None:
+            world.set_mates(list(mates.ranks), limit_ms=math.ceil(1000 * (mates.limit_s or 0)))
         module.reset_stores()
         module.set_world(world)
         if book is not None:
@@ -63,7 +87,8 @@ def enter(
             _name_existing_device(identity)
         import crystalllm_patches
 
-        patching.install(crystalllm_patches.RECORDING if carried else crystalllm_patches.ALL)
+        patches = crystalllm_patches.RECORDING if carried else crystalllm_patches.ALL
+        patching.install(patches, known=crystalllm_patches.KNOWN)
         # Futures may be due after the program's last line, and their callbacks
         # need the interpreter.
         atexit.register(module.stop_timer)
@@ -94,3 +119,8 @@ def world() -> Any:
     """The process's logical world, or None while torch is not imported."""
     module = native.loaded()
     return module.the_world() if module is not None else None
+
+
+def mates() -> Mates | None:
+    """The ranks that run side by side with this one, or None."""
+    return _mates

@@ -57,7 +57,7 @@ def load() -> ModuleType:
 
 def source_digest() -> str:
     """Digest of everything that goes into the extension besides torch and Python."""
-    return _digest(p for p in SOURCES.rglob("*") if REPLAY not in p.parents)
+    return _digest(p for p in SOURCES.rglob("*") if REPLAY not in p.parents or p.name == "replay.h")
 
 
 def _digest(paths: Iterable[Path]) -> str:

@@ -57,18 +57,26 @@ class Patch:
         return inspect.getdoc(self.apply) or ""
 
 
-def install(patches: Iterable[Patch]) -> None:
+def install(patches: Iterable[Patch], *, known: Iterable[Patch] = ()) -> None:
     """Arranges that each patch is applied once its target is imported.
 
     A target that is already there is patched at once.
+
+    Args:
+        patches: Those to apply.
+        known: All that there are, so that turning off one of another set is no mistake.
+
+    Raises:
+        PatchError: One that is turned off does not exist.
     """
     off = {name for name in os.environ.get(OFF_VARIABLE, "").split(",") if name}
     patches = list(patches)
-    unknown = off - {patch.id for patch in patches}
+    ids = {patch.id for patch in (*patches, *known)}
+    unknown = off - ids
     if unknown:
         raise PatchError(
             f"{OFF_VARIABLE} names no patch. {', '.join(sorted(unknown))}. "
-            f"Known are {', '.join(sorted(p.id for p in patches))}."
+            f"Known are {', '.join(sorted(ids))}."
         )
     for patch in patches:
         if patch.id in off:

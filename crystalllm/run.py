@@ -6,31 +6,29 @@ to say goes into files, and one line to a terminal.
 
 from __future__ import annotations
 
-import atexit
 import builtins
+import hashlib
 import importlib.util
 import io
 import json
 import os
 import runpy
-import signal
 import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from crystalllm import __version__, logical, table, tables
+from crystalllm.ending import INTERRUPTED, Ending
 from crystalllm.errors import UserError
 from crystalllm.identity import Identity
 from crystalllm.payload import PayloadBook
 from crystalllm.records import call_columns
-
-_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Program:
     def sources(self) -> list[Path]:
         """The files of the program itself: the script's folder or the module's package."""
         if self.is_module:
-            spec = importlib.util.find_spec(self.command[1])
+            spec = self._module_spec()
             if spec is None or spec.origin is None:
                 return []
             if spec.submodule_search_locations:
@@ -72,6 +70,24 @@ class Program:
                 return sorted(folder.rglob("*.py"))
             return [Path(spec.origin)]
         return sorted(Path(self.command[0]).resolve().parent.glob("*.py"))
+
+    def _module_spec(self) -> ModuleSpec | None:
+        """Found as python -m finds it, from this folder first."""
+        before = list(sys.path)
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.util.find_spec(self.command[1])
+        except ModuleNotFoundError:
+            return None
+        finally:
+            sys.path[:] = before
+
+    def digest(self) -> str:
+        """Of the contents of its files."""
+        digest = hashlib.sha256()
+        for path in self.sources():
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
 
     def execute(self) -> None:
         """Runs it as `__main__`; ends as it ends, by return, exit or exception.
@@ -132,10 +148,7 @@ def run(
             _check_writable(path)
     if record is not None:
         table.prepare()
-    ending = _Ending(program, identity, record, summary)
-    # Registered before the program's own handlers, so that it runs after them.
-    atexit.register(ending.finish)
-    os._exit = ending.wrap_exit(os._exit)
+    ending = Ending(lambda code: _write(program, identity, record, summary, code))
     os.environ.update(identity.variables())
     logical.enter(
         identity,
@@ -146,60 +159,37 @@ def run(
         transfer_ns=transfer_ns,
         logical_local_rank=logical_local_rank,
     )
-    ending.code = _exit_code(program)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()  # as the interpreter does before it calls atexit handlers
+    ending.code = exit_code(program)
+    join_threads()
     return ending.code
 
 
-class _Ending:
-    """Writes what the run left, once, whichever way the process ends."""
+def join_threads() -> None:
+    """Waits for the program's threads, as the interpreter does before it calls atexit handlers."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
-    def __init__(
-        self, program: Program, identity: Identity, record: Path | None, summary: Path | None
-    ) -> None:
-        self.program, self.identity = program, identity
-        self.record, self.summary = record, summary
-        self.code: int | None = None
-        self.written = False
 
-    def finish(self) -> None:
-        """The last handler: writes, and dies of an interrupt as the interpreter would."""
-        self.write()
-        if self.code == _INTERRUPTED:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def write(self) -> None:
-        if self.written:
-            return
-        self.written = True
-        world = logical.world()
-        if self.record is not None:
-            write_records(self.record, world, self.program, self.identity)
-        outcome = summarize(world, self.program, self.identity, self.code)
-        if self.summary is not None:
-            self.summary.write_text(json.dumps(outcome, indent=2) + "\n")
-        if outcome["num_invented"] and sys.stderr.isatty():
-            print(
-                f"crystalllm: unverified: {outcome['num_invented']} control values of virtual "
-                "ranks were invented (--summary FILE lists them)",
-                file=sys.stderr,
-            )
-
-    def wrap_exit(self, exit_now: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
-        process = os.getpid()
-
-        def write_and_exit(status: int) -> NoReturn:
-            if os.getpid() == process:  # a fork's end is not the run's
-                self.code = status
-                self.write()
-            exit_now(status)
-
-        return write_and_exit
+def _write(
+    program: Program,
+    identity: Identity,
+    record: Path | None,
+    summary: Path | None,
+    code: int | None,
+) -> None:
+    world = logical.world()
+    if record is not None:
+        write_records(record, world, program, identity)
+    outcome = summarize(world, program, identity, code)
+    if summary is not None:
+        summary.write_text(json.dumps(outcome, indent=2) + "\n")
+    if outcome["num_invented"] and sys.stderr.isatty():
+        print(
+            f"crystalllm: unverified: {outcome['num_invented']} control values of virtual "
+            "ranks were invented (--summary FILE lists them)",
+            file=sys.stderr,
+        )
 
 
 def _check_writable(path: Path) -> None:
@@ -218,7 +208,8 @@ def _check_writable(path: Path) -> None:
         ) from error
 
 
-def _exit_code(program: Program) -> int:
+def exit_code(program: Program) -> int:
+    """Runs the program; what it raises is shown as if it had been started by itself."""
     try:
         program.execute()
     except SystemExit as stop:
@@ -232,7 +223,7 @@ def _exit_code(program: Program) -> int:
         # As if the program had been started by itself: without our frames.
         error.__traceback__ = _without_ours(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crystalllm import inspect
+from crystalllm.chosen import ranks_at
 from crystalllm.errors import UserError
 
 DEFAULT_LIMIT = 50
@@ -44,7 +45,7 @@ def show(
             where=f"--limit {limit}",
             do="Pass the number of rows, or 0 for all",
         )
-    page = _Page(limit)
+    page = Page(limit)
     if path.is_file():
         if coordinates is not None:
             raise UserError(
@@ -54,7 +55,8 @@ def show(
         return
     capture = inspect.Capture(path)
     if coordinates is not None:
-        rank, num_there = inspect.rank_at(capture, coordinates)
+        there = ranks_at(capture.axes, coordinates)
+        rank, num_there = there[0], len(there)
         if num_there > 1:
             page.line(f"{num_there} ranks are at {coordinates}; this is the lowest")
     if rank is not None:
@@ -70,10 +72,16 @@ def show(
 
 def show_calls(path: Path) -> None:
     """Prints the summary of a calls file."""
-    _calls_summary(_Page(0), path, *inspect.read_calls(path))
+    _calls_summary(Page(0), path, *inspect.read_calls(path))
 
 
-class _Page:
+class Page:
+    """Lines and tables on standard output.
+
+    Args:
+        limit: Rows of each table, 0 for all; by default 50 on a terminal, and all in a file.
+    """
+
     def __init__(self, limit: int | None) -> None:
         console = Console(file=sys.stdout, highlight=False)
         if not console.is_terminal:
@@ -112,7 +120,7 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _summary(page: _Page, capture: inspect.Capture) -> None:
+def _summary(page: Page, capture: inspect.Capture) -> None:
     structure = capture.structure
     page.line(f"Capture {capture.folder}")
     page.line(f"program      {' '.join(map(str, structure['program']))}")
@@ -131,7 +139,7 @@ def _summary(page: _Page, capture: inspect.Capture) -> None:
     page.table(inspect.roles(capture))
 
 
-def _details(page: _Page, capture: inspect.Capture) -> None:
+def _details(page: Page, capture: inspect.Capture) -> None:
     page.title("Calls by part, of each role's representative")
     page.table(inspect.parts(capture))
     page.title("Groups by kind")
@@ -140,7 +148,7 @@ def _details(page: _Page, capture: inspect.Capture) -> None:
     page.table(inspect.communication(capture))
 
 
-def _rank(page: _Page, capture: inspect.Capture, rank: int) -> None:
+def _rank(page: Page, capture: inspect.Capture, rank: int) -> None:
     calls, speaker = inspect.rank_calls(capture, rank)
     axes = capture.axes
     place = " ".join(f"{axis}={axes.loc[rank, axis]}" for axis in axes)
@@ -151,7 +159,7 @@ def _rank(page: _Page, capture: inspect.Capture, rank: int) -> None:
     page.table(calls.drop(columns="rank"))
 
 
-def _calls_file(page: _Page, path: Path, rank: int | None) -> None:
+def _calls_file(page: Page, path: Path, rank: int | None) -> None:
     calls, provenance = inspect.read_calls(path)
     there = sorted(calls["rank"].unique())
     if rank is not None and rank not in there:
@@ -168,7 +176,7 @@ def _calls_file(page: _Page, path: Path, rank: int | None) -> None:
 
 
 def _calls_summary(
-    page: _Page, path: Path, calls: pd.DataFrame, provenance: dict[str, object]
+    page: Page, path: Path, calls: pd.DataFrame, provenance: dict[str, object]
 ) -> None:
     if "rank" in provenance:
         who = f"rank {provenance['rank']} of {provenance.get('world_size')}"

@@ -222,7 +222,7 @@ SPLITS = Table(
 
 DURATIONS = Table(
     "durations",
-    1,
+    3,
     "how long one segment of computation, or one kind of transfer, takes",
     (
         Column("kind", TEXT, "segment or transfer"),
@@ -231,10 +231,127 @@ DURATIONS = Table(
         Column("section", TEXT, "of a segment: prologue, body or epilogue; else empty"),
         Column("position", pa.int64(), "of a segment among those of lane and section; else -1"),
         Column("key", TEXT, "call record of a transfer as text, else empty"),
+        Column(
+            "placement",
+            TEXT,
+            "of a transfer: ranks x nodes that its group spans, such as 16x2; empty for any",
+        ),
         Column("median_ns", pa.int64(), "the duration"),
+        Column("low_ns", pa.int64(), "first decile of the measurements; -1 if unknown"),
+        Column("high_ns", pa.int64(), "last decile of the measurements; -1 if unknown"),
         Column("sigma", pa.float64(), "of a lognormal around it; 0 if constant or unknown"),
         Column("count", pa.int64(), "measurements that it rests on"),
+        Column("cpu_ns", pa.int64(), "of a transfer: time that it takes from the rank's core"),
+        Column("call_ns", pa.int64(), "of a transfer: time until its call returns to the program"),
         Column("source", TEXT, "measured, captured, table, model or given"),
+        Column("assumptions", TEXT, "what the duration rests on besides, else empty"),
+    ),
+)
+
+MEASURED_TRANSFERS = Table(
+    "measured_transfers",
+    3,
+    "how long transfers of one kind and size took between processes of one host",
+    (
+        Column("kind", TEXT, "as in calls"),
+        Column("dtype", TEXT, "element type in torch's spelling; empty for a barrier"),
+        Column("ranks", pa.int32(), "processes that took part"),
+        Column("bytes", pa.int64(), "as nccl-tests counts them"),
+        Column("count", pa.int64(), "repetitions"),
+        Column("mean_ns", pa.int64(), "from the last arrival to the end"),
+        Column("median_ns", pa.int64(), "of the same"),
+        Column("low_ns", pa.int64(), "first decile"),
+        Column("high_ns", pa.int64(), "last decile"),
+        Column("cpu_ns", pa.int64(), "mean time of the backend's threads on a rank's core"),
+        Column("call_ns", pa.int64(), "mean time until the call returns to the program"),
+    ),
+)
+
+SEGMENTS = Table(
+    "segments",
+    2,
+    "one segment of computation of a rank that ran: between two events of a lane",
+    (
+        _RANK,
+        Column("role", pa.int32(), "of the rank"),
+        Column("iteration", pa.int32(), "0 is the prologue, k the k-th body, then the epilogue"),
+        Column("lane", TEXT, "host:N, a host thread by order of first use; stream:N on a GPU"),
+        Column("section", TEXT, "prologue, body or epilogue"),
+        Column("position", pa.int64(), "among the segments of lane, section and iteration"),
+        Column("start_ns", pa.int64(), "from the start of the replay"),
+        Column("duration_ns", pa.int64(), "how long it took"),
+        Column("call_ns", pa.int64(), "time inside the calls right before it; 0 after a wait"),
+    ),
+)
+
+SLICES = Table(
+    "slices",
+    2,
+    "one segment of computation of a sandbox rank in a slice of planning",
+    (
+        Column("pass", pa.int32(), "of planning, from 1"),
+        Column("slice", pa.int32(), "in the plan, from 1"),
+        *SEGMENTS.columns,
+        Column("is_measured", pa.bool_(), "counts for the profile; else it was a warm-up"),
+        Column(
+            "calibrated_ns",
+            pa.int64(),
+            "duration and calls before it, at the usual speed of the first pass (planning.json has "
+            "factors)",
+        ),
+    ),
+)
+
+COMMUNICATION = Table(
+    "communication",
+    1,
+    "one communication call of a rank that ran",
+    (
+        _RANK,
+        Column("iteration", pa.int32(), "0 is the prologue, k the k-th body, then the epilogue"),
+        Column("call", pa.int64(), "ordinal among the rank's calls, from 0"),
+        Column("captured_call", pa.int64(), "ordinal of the same call in the capture of its role"),
+        Column("lane", TEXT, "host:N or stream:N, as in events"),
+        Column("kind", TEXT, "as in calls"),
+        Column("key", TEXT, "call record as text"),
+        Column("group_identity", TEXT, "digest of the members # creation index"),
+        Column("group_desc", TEXT, "what the program calls it"),
+        Column("group_size", pa.int32(), "members of the group"),
+        Column("bytes", pa.int64(), "put into the call, or got out of it if nothing is put in"),
+        Column("transport", TEXT, "timed, mixed (some peers real) or real (all of them)"),
+        Column("arrival_ns", pa.int64(), "when the rank came, from the start of the replay"),
+        Column("start_ns", pa.int64(), "when the transfer began; -1 if not known"),
+        Column("release_ns", pa.int64(), "when the call was due to end; -1 if not known"),
+        Column("transfer_ns", pa.int64(), "how long the transfer took; -1 if not known"),
+        Column("waited_ns", pa.int64(), "how long the program waited for it; -1 if it never did"),
+        Column("end_ns", pa.int64(), "when the program went on after the wait; -1 without one"),
+        Column("lateness_ns", pa.int64(), "how long after the release the waiting program went on"),
+    ),
+)
+
+MEMORY = Table(
+    "memory",
+    1,
+    "one change of the memory that a rank's tensors take: a block taken, or given back",
+    (
+        _RANK,
+        Column("event", pa.int64(), "ordinal among the changes, from 0"),
+        Column("iteration", pa.int32(), "0 is the prologue, k the k-th body, then the epilogue"),
+        Column("at_ns", pa.int64(), "from the run's start"),
+        Column("block", pa.int64(), "which block: ordinal among those that were taken"),
+        Column(
+            "category",
+            TEXT,
+            "of the block: parameters, gradients, optimizer, activations, communication or other",
+        ),
+        Column(
+            "phase",
+            TEXT,
+            "in which it was taken: forward, backward, optimizer, communication or other",
+        ),
+        Column("by_library", pa.bool_(), "taken by the communication library, not the program"),
+        Column("bytes", pa.int64(), "above zero when it is taken, below when it is given back"),
+        Column("total_bytes", pa.int64(), "what is held after the change"),
     ),
 )
 
@@ -290,8 +407,46 @@ CRITICAL_PATH = Table(
     ),
 )
 
+ANOMALIES = Table(
+    "anomalies",
+    1,
+    "one rank's part in one deviation of a run from its baseline",
+    (
+        Column("finding", pa.int32(), "ordinal of the deviation, from 0 for the most important"),
+        _RANK,
+        Column("what", TEXT, "segment, transfer, or speed (of everything that the rank computes)"),
+        Column("against", TEXT, "baseline, peers (the rank's role in the same run) or both"),
+        Column("role", pa.int32(), "of the rank"),
+        Column("lane", TEXT, "of segments; host: or stream: for all of these"),
+        Column("position", pa.int64(), "of the (first) segment in the body, else -1"),
+        Column("positions", pa.list_(pa.int64()), "of all its segments"),
+        Column("key", TEXT, "call record of a transfer as text, else empty"),
+        Column("group_identity", TEXT, "of a transfer, else empty"),
+        Column("place", TEXT, "the calls between which a segment lies, for people"),
+        Column("measured_ns", pa.int64(), "median, at the baseline's speed"),
+        Column("baseline_ns", pa.int64(), "median there"),
+        Column("ratio", pa.float64(), "measured over baseline, at the baseline's speed"),
+        Column("ratio_low", pa.float64(), "begin of its interval at 95 %"),
+        Column("ratio_high", pa.float64(), "end of its interval at 95 %"),
+        Column("peers_ratio", pa.float64(), "measured over peers; 0 with fewer than two"),
+        Column("p", pa.float64(), "chance of such a ratio or a larger one without a cause"),
+        Column("direct_ns", pa.int64(), "what it adds to the rank's own time in an iteration"),
+        Column("has_effect", pa.bool_(), "the world was replayed with the deviation"),
+        Column(
+            "effect_ns", pa.int64(), "what all ranks' parts added to its iteration then, else 0"
+        ),
+        Column("absorbed_ns", pa.int64(), "of the largest part, what waiting absorbed, else 0"),
+    ),
+)
+
 ALL = (
+    ANOMALIES,
     DURATIONS,
+    MEASURED_TRANSFERS,
+    SEGMENTS,
+    SLICES,
+    COMMUNICATION,
+    MEMORY,
     REPLAYED_CALLS,
     ITERATIONS,
     CRITICAL_PATH,

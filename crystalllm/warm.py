@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,10 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a forked rank left."""
+    """What a forked rank left: a value, or what it raised or died of."""
 
     value: Any = None
-    error: RankError | None = None
+    error: RankError | UserError | None = None
 
 
 def prepare() -> None:
@@ -96,42 +96,84 @@ def call(
         RankError: `function` raised.
         UserError: The fork died or ran past its limit.
     """
-    outcome = _run_fork(function, identity, limit_s, world)
+    (outcome,) = call_together(function, [identity], limit_s=limit_s, **world)
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
 
 
-def _run_fork(
-    function: Callable[[], Any], identity: Identity, limit_s: float, world: dict[str, Any]
-) -> Outcome:
+def call_together(
+    function: Callable[[], Any],
+    identities: Sequence[Identity],
+    *,
+    limit_s: float = _DEFAULT_LIMIT_S,
+    **world: Any,
+) -> list[Outcome]:
+    """Runs `function` in one fork per identity, all at the same time.
+
+    Args:
+        function, limit_s, world: As for `call`.
+        identities: Who the forks are.
+
+    Returns:
+        What each left, in that order; its error is what `call` would raise.
+    """
+    deadline = time.monotonic() + limit_s
+    forks: list[tuple[Identity, int, int]] = []
+    outcomes: list[Outcome] = []
+    num_ended = 0
+    try:
+        for identity in identities:
+            forks.append((identity, *_start(function, identity, world)))
+        for identity, pid, read_end in forks:
+            data = _read_all(read_end, deadline)
+            if data is None:
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            num_ended += 1
+            outcomes.append(_outcome(identity, data, status, limit_s))
+    finally:  # also when the parent is interrupted
+        for _, _, read_end in forks:
+            os.close(read_end)
+        for _, pid, _ in forks[num_ended:]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return outcomes
+
+
+def _start(
+    function: Callable[[], Any], identity: Identity, world: dict[str, Any]
+) -> tuple[int, int]:
+    """Process id of a new fork, and the pipe that its outcome comes through."""
     read_end, write_end = os.pipe()
     pid = fork()
     if pid == 0:
         os.close(read_end)
         _be_child(function, identity, write_end, world)
     os.close(write_end)
-    data = None
-    try:
-        data = _read_all(read_end, limit_s)
-    finally:  # also when the parent is interrupted
-        os.close(read_end)
-        if data is None:
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+    return pid, read_end
+
+
+def _outcome(identity: Identity, data: bytes | None, status: int, limit_s: float) -> Outcome:
+    """Of a fork that wrote `data` and ended with `status`; without data it was killed."""
+    where = f"Rank {identity.rank} of {identity.world_size}"
     if data is None:
-        raise UserError(
-            f"A logical rank did not end within {limit_s:g} s",
-            where=f"Rank {identity.rank} of {identity.world_size}",
-            do="Look for a wait that never ends, or raise the limit",
+        return Outcome(
+            error=UserError(
+                f"A logical rank did not end within {limit_s:g} s",
+                where=where,
+                do="Look for a wait that never ends, or raise the limit",
+            )
         )
     if not data:
         code = os.waitstatus_to_exitcode(status)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise UserError(
-            f"A logical rank died with {how} before it gave its result",
-            where=f"Rank {identity.rank} of {identity.world_size}",
-            do="Read its output; a kill without a message is often memory",
+        return Outcome(
+            error=UserError(
+                f"A logical rank died with {how} before it gave its result",
+                where=where,
+                do="Read its output; a kill without a message is often memory",
+            )
         )
     return pickle.loads(data)
 
@@ -158,9 +200,8 @@ def _be_child(
         os._exit(code)  # the parent's atexit handlers and buffers are not ours to run
 
 
-def _read_all(fd: int, limit_s: float) -> bytes | None:
-    """Everything until the other end closes; None when the limit comes first."""
-    deadline = time.monotonic() + limit_s
+def _read_all(fd: int, deadline: float) -> bytes | None:
+    """Everything until the other end closes; None when the deadline comes first."""
     chunks = []
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)

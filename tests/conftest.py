@@ -13,7 +13,8 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,56 @@ def virtual() -> Callable[..., Any]:
 
         identity = Identity(rank=rank, world_size=world, ranks_per_node=ranks_per_node, seed=seed)
         return warm.call(program, identity, limit_s=limit_s, **enter)
+
+    return run
+
+
+@pytest.fixture
+def together(virtual: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Runs a function as several ranks of one logical world, side by side and for real:
+    `together(fn, (1, 5), world=8)` gives what each returned, or its outcomes with `check=False`.
+    """
+    from crystalllm import warm
+    from crystalllm.identity import Identity
+    from crystalllm.mates import Mates
+
+    runs = itertools.count()
+
+    def run(
+        function: Callable[[], Any],
+        ranks: Sequence[int],
+        *,
+        world: int = 8,
+        backend: str | None = "gloo",
+        check: bool = True,
+        limit_s: float = 120,
+        mates_limit_s: float | None = 60,
+        **enter: Any,
+    ) -> list[Any]:
+        def program() -> Any:
+            import torch.distributed as dist
+
+            if backend is not None:
+                dist.init_process_group(backend)
+            return function()
+
+        outcomes = warm.call_together(
+            program,
+            [Identity(rank=rank, world_size=world) for rank in ranks],
+            limit_s=limit_s,
+            mates=Mates(
+                ranks=tuple(ranks),
+                store=f"file://{tmp_path}/mates-{next(runs)}",
+                limit_s=mates_limit_s,
+            ),
+            **enter,
+        )
+        if not check:
+            return outcomes
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        return [outcome.value for outcome in outcomes]
 
     return run
 

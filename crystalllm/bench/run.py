@@ -7,21 +7,26 @@ Prints a table of what it does and, as its last line, one JSON object:
   beyond imports.
 - `op_us`: microseconds per blocking call by collective, 1024 float32 elements
   per rank in a group of 512. Median of the repetitions.
+- `mates_us`: the same with two ranks side by side in a group of 8, and in gloo's own
+  group of the two ("pair_…"); "4m" are four million elements per rank.
 - `overshoot_us`: by how much a timed call ends after its release time, as
   {"50us": {"p50": …, "p99": …}, …}.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 from crystalllm import warm
 from crystalllm.identity import Identity
+from crystalllm.mates import Mates
 
 _ELEMENTS = 1024
 _GROUP = 512
@@ -29,6 +34,8 @@ _WORLD = 8192
 _INIT_RUNS = 5
 _OVERSHOOT_RUNS = {50_000: 1000, 1_000_000: 500, 20_000_000: 100}
 _OP_RUNS = 300
+_MATES = (1, 5)
+_LARGE_RUNS = 20  # of a sum that grows eightfold each time
 
 
 def main() -> None:
@@ -47,6 +54,10 @@ def main() -> None:
     for name, micros in ops.items():
         print(f"{name:24s} {micros:9.1f} us")
 
+    mates = _of_mates()
+    for name, micros in mates.items():
+        print(f"two ranks: {name:24s} {micros:9.1f} us")
+
     overshoot = {}
     for release_ns, repetitions in _OVERSHOOT_RUNS.items():
         late = warm.call(
@@ -63,6 +74,7 @@ def main() -> None:
                 "init_8192_s": round(init, 5),
                 "device_mesh_8192_s": round(mesh, 4),
                 "op_us": ops,
+                "mates_us": mates,
                 "overshoot_us": overshoot,
             }
         )
@@ -109,11 +121,53 @@ def _time_ops() -> dict[str, float]:
     return {name: round(_median_us(op), 2) for name, op in ops.items()}
 
 
-def _median_us(op: Callable[[], Any]) -> float:
-    for _ in range(20):
+def _of_mates() -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = warm.call_together(
+            _time_mates,
+            [Identity(rank=rank, world_size=8) for rank in _MATES],
+            mates=Mates(ranks=_MATES, store=f"file://{folder}/store", limit_s=60),
+        )
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes[0].value
+
+
+def _time_mates() -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    pair = dist.new_group(list(_MATES))
+    is_first = dist.get_rank() == _MATES[0]
+    x = torch.ones(_ELEMENTS)
+
+    def message() -> None:
+        dist.send(x, _MATES[1]) if is_first else dist.recv(x, _MATES[0])
+
+    ops: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX),
+        "pair_all_reduce": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX, group=pair),
+        "broadcast": lambda: dist.broadcast(x, src=_MATES[0]),
+        "message": message,
+        "barrier": dist.barrier,
+    }
+    found = {name: round(_median_us(op), 2) for name, op in ops.items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        for prefix, group in (("", None), ("pair_", pair)):
+            large = torch.ones(4_000_000, dtype=dtype)
+            sum_of_large = functools.partial(dist.all_reduce, large, group=group)
+            micros = _median_us(sum_of_large, warm_up=2, runs=_LARGE_RUNS)
+            found[f"{prefix}all_reduce_4m_{str(dtype).removeprefix('torch.')}"] = round(micros, 2)
+    return found
+
+
+def _median_us(op: Callable[[], Any], *, warm_up: int = 20, runs: int = _OP_RUNS) -> float:
+    for _ in range(warm_up):
         op()
     times = []
-    for _ in range(_OP_RUNS):
+    for _ in range(runs):
         start = time.perf_counter_ns()
         op()
         times.append((time.perf_counter_ns() - start) / 1000)

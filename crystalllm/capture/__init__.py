@@ -254,7 +254,7 @@ def _finish(
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "program": list(program.command),
-        "program_digest": _program_digest(program),
+        "program_digest": program.digest(),
         "world_size": job.world_size,
         "strategy": strategy,
     }
@@ -301,20 +301,13 @@ def _digest(job: Job, program: Program) -> str:
     """Of everything that decides what a rank does."""
     digest = hashlib.sha256()
     for part in (
-        job.model_dump_json(),
+        job.model_dump_json(exclude={"cluster"}),  # nothing that a rank does depends on it
         json.dumps(program.command),
         native.source_digest(),
         native.target().parent.name,
         sys.version,
         __version__,
-        _program_digest(program),
+        program.digest(),
     ):
         digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _program_digest(program: Program) -> str:
-    digest = hashlib.sha256()
-    for path in program.sources():
-        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

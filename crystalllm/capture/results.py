@@ -121,6 +121,8 @@ def write(
 ) -> dict[str, Any]:
     """Writes every file of a capture into `out`; returns what structure.json says."""
     out.mkdir(parents=True, exist_ok=True)
+    # It comes last: files of two captures are not read as one.
+    (out / artifacts.STRUCTURE).unlink(missing_ok=True)
     captured = [world.captured[r] for r in sorted(world.captured)]
     for table in (tables.CALLS, tables.CALL_TIMES, tables.EVENTS, tables.EVENT_TIMES):
         joined = pa.concat_tables([left.parts[table.name] for left in captured])

@@ -12,7 +12,7 @@ import numpy as np
 
 from crystalllm import native
 from crystalllm.errors import UserError
-from crystalllm.replay.world import Program, World
+from crystalllm.replay.world import Instruction, Program, World
 
 INSTRUCTION = np.dtype(
     [
@@ -216,6 +216,12 @@ class Engine:
         raise error_of(self.library.crystal_replay_message(self.handle), kind)
 
 
+def packed(i: Instruction) -> tuple[int, ...]:
+    """An instruction as a row of INSTRUCTION."""
+    flags = _ROOT * i.is_root + _MESSAGE * i.is_message
+    return (i.op, i.end, flags, i.slot, i.handle, i.cls, i.form, i.call)
+
+
 def _flatten(program: Program) -> tuple[np.ndarray, np.ndarray, int, int]:
     lanes = np.zeros(len(program.lanes), LANE)
     rows = []
@@ -225,8 +231,7 @@ def _flatten(program: Program) -> tuple[np.ndarray, np.ndarray, int, int]:
         lanes[number] = (len(rows), *shape)
         for section in (lane.prologue, lane.body, lane.epilogue):
             for i in section:
-                flags = _ROOT * i.is_root | _MESSAGE * i.is_message
-                rows.append((i.op, i.end, flags, i.slot, i.handle, i.cls, i.form, i.call))
+                rows.append(packed(i))
                 num_handles = max(num_handles, i.handle + 1)
                 if i.op.name in ("SIGNAL", "AWAIT"):
                     num_channels = max(num_channels, i.slot + 1)

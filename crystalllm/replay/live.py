@@ -26,6 +26,7 @@ from crystalllm.replay.engine import (
     declare,
     error_of,
     load_library,
+    packed,
 )
 from crystalllm.replay.world import Instruction, World
 
@@ -248,8 +249,7 @@ class Client:
             ReplayError: The run is over; the message says why.
         """
         row = np.zeros(1, INSTRUCTION)
-        flags = 1 * call.is_root + 2 * call.is_message
-        row[0] = (call.op, call.end, flags, call.slot, call.handle, call.cls, call.form, call.call)
+        row[0] = packed(call)
         return self.arrive_raw(row.ctypes.data, at_ns)
 
     def arrive_raw(self, instruction: Any, at_ns: int = NOW) -> int:
@@ -260,6 +260,18 @@ class Client:
     def mark(self, at_ns: int = NOW) -> None:
         """An iteration of the rank ends."""
         code = self.library.crystal_client_mark(self._attached(), at_ns)
+        if code < 0:
+            _fail(self.library, code)
+
+    def tell_slowness(self, factor: float) -> None:
+        """From here on virtual ranks compute `factor` times as long as their durations say.
+
+        Of several ranks that tell one, the mean counts. What is computed already stays.
+
+        Raises:
+            ReplayError: The run is over, or the factor is no positive number.
+        """
+        code = self.library.crystal_client_slowness(self._attached(), factor)
         if code < 0:
             _fail(self.library, code)
 
@@ -348,6 +360,7 @@ def _load(path: Path) -> Any:
         "client_now": (i64, [pointer]),
         "client_arrive": (i64, [pointer, pointer, i64]),
         "client_mark": (ctypes.c_int, [pointer, i64]),
+        "client_slowness": (ctypes.c_int, [pointer, ctypes.c_double]),
         "client_wait": (ctypes.c_int, [pointer, i64, i64, pointer]),
         "client_wait_until": (ctypes.c_int, [pointer, i64]),
     }

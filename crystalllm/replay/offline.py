@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from crystalllm.replay import program, what_if
 from crystalllm.replay.durations import DurationTable
 from crystalllm.replay.engine import Engine, ReplayError
 from crystalllm.replay.program import Capture, Replayable
-from crystalllm.replay.world import Op
+from crystalllm.replay.world import Op, Program
+from crystalllm.timeline import write_timeline
 
 _PARTS = ("compute", "host", "wait", "bubble", "exposed")
 
@@ -42,7 +45,8 @@ def replay(
     Args:
         capture: What every rank does.
         out: Gets iterations.parquet, calls.parquet (of `ranks`),
-            critical_path.parquet (of the last iteration) and summary.json.
+            critical_path.parquet (of the last iteration) and summary.json; for
+            `ranks` also timeline.json.gz and timeline/ (see `write_timeline`).
         durations: How long things take.
         iterations: Bodies to go through, at least one.
         ranks: Whose calls to keep.
@@ -94,20 +98,24 @@ def replay(
             engine.run(iterations)
         except ReplayError as error:
             raise type(error)(
-                error.what, where=_with_groups(error.where, made), do=error.do
+                error.what, where=with_groups(error.where, made), do=error.do
             ) from None
-        frame = _iterations(engine, len(made.world.ranks), has_prologue=capture.prologue_marks > 0)
+        frame = iterations_of(
+            engine, len(made.world.ranks), has_prologue=capture.first_body_mark > 0
+        )
         tables.ITERATIONS.write(out / "iterations.parquet", frame, provenance=provenance)
         _write_calls(engine, capture, out / "calls.parquet", provenance)
-        path = _critical_path(engine, made, capture)
+        steps = engine.critical_path()
+        path = _critical_path(steps, made, capture)
         tables.CRITICAL_PATH.write(out / "critical_path.parquet", path, provenance=provenance)
-    summary = {**provenance, **_summary(frame, iterations)}
+        _write_timeline(engine, made, capture, out, iterations, ranks)
+    summary = {**provenance, **_summary(frame, iterations), "sources": _sources(steps, made)}
     text = json.dumps(summary, indent=2, sort_keys=True) + "\n"
     artifacts.write_atomically(out / "summary.json", text.encode())
     return summary
 
 
-def _with_groups(text: str, made: Replayable) -> str:
+def with_groups(text: str, made: Replayable) -> str:
     """The engine knows communicators by number; people know groups."""
 
     def name(match: re.Match[str]) -> str:
@@ -117,7 +125,8 @@ def _with_groups(text: str, made: Replayable) -> str:
     return re.sub(r"communicator (\d+)", name, text)
 
 
-def _iterations(engine: Engine, num_ranks: int, *, has_prologue: bool) -> dict[str, np.ndarray]:
+def iterations_of(engine: Engine, num_ranks: int, *, has_prologue: bool) -> dict[str, np.ndarray]:
+    """Columns of `iterations` of all ranks, after a run."""
     columns: dict[str, list[np.ndarray]] = {
         name: [] for name in (c.name for c in tables.ITERATIONS.columns)
     }
@@ -147,8 +156,31 @@ def _write_calls(engine: Engine, capture: Capture, path: Path, provenance: dict[
     tables.REPLAYED_CALLS.write(path, columns, provenance=provenance)
 
 
-def _critical_path(engine: Engine, made: Replayable, capture: Capture) -> dict[str, Any]:
-    steps = engine.critical_path()
+def _write_timeline(
+    engine: Engine,
+    made: Replayable,
+    capture: Capture,
+    out: Path,
+    iterations: int,
+    ranks: Sequence[int],
+) -> None:
+    path, per_rank = out / "timeline.json.gz", out / "timeline"
+    # Nothing of an earlier replay with other ranks is left.
+    path.unlink(missing_ok=True)
+    shutil.rmtree(per_rank, ignore_errors=True)
+    if ranks:
+        write_timeline(
+            path,
+            capture=capture,
+            made=made,
+            engine=engine,
+            num_iterations=iterations,
+            ranks=ranks,
+            per_rank=per_rank,
+        )
+
+
+def _critical_path(steps: np.ndarray, made: Replayable, capture: Capture) -> dict[str, Any]:
     speakers = capture.speakers()
     of_role = capture.ranks["role"]
     calls = capture.calls
@@ -171,6 +203,40 @@ def _critical_path(engine: Engine, made: Replayable, capture: Capture) -> dict[s
         "start_ns": steps["start_ns"],
         "end_ns": steps["end_ns"],
         "slack_ns": steps["slack_ns"],
+    }
+
+
+def _sources(steps: np.ndarray, made: Replayable) -> dict[str, dict[str, float]]:
+    """On what the time of the critical path rests: its share by source.
+
+    Every nanosecond of the traced iteration lies in one step: a segment of
+    computation, or the transfer that a wait was for.
+    """
+    handles = [_transfer_classes(program) for program in made.world.programs]
+    taken: dict[tuple[str, str], int] = defaultdict(int)
+    for step in steps:
+        ns = int(step["end_ns"] - step["start_ns"])
+        number = made.world.ranks[step["rank"]].program
+        at = made.world.programs[number].lanes[step["lane"]].body[step["position"]]
+        if at.op == Op.RUN:
+            taken["compute", made.durations[at.cls].source] += ns
+        elif at.op in (Op.COMM, Op.WAIT):
+            taken["transfers", made.durations[handles[number][at.handle]].source] += ns
+    total = max(1, sum(taken.values()))
+    found: dict[str, dict[str, float]] = {"compute": {}, "transfers": {}}
+    for (what, source), ns in sorted(taken.items()):
+        found[what][source] = round(ns / total, 6)
+    return found
+
+
+def _transfer_classes(program: Program) -> dict[int, int]:
+    """By the handle under which calls are waited for, their duration class."""
+    return {
+        i.handle: i.cls
+        for lane in program.lanes
+        for section in (lane.prologue, lane.body, lane.epilogue)
+        for i in section
+        if i.op in (Op.POST, Op.COMM)
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,10 @@ import pandas as pd
 from crystalllm import artifacts, tables
 from crystalllm.errors import UserError
 from crystalllm.layout import Layout
+from crystalllm.placement import Placement
 from crystalllm.records import element_size
 from crystalllm.replay import dependencies
-from crystalllm.replay.durations import (
-    SECTIONS,
-    Duration,
-    DurationTable,
-    captured_segments,
-    of_choices,
-)
+from crystalllm.replay.durations import SECTIONS, Duration, DurationTable, captured_segments
 from crystalllm.replay.what_if import SlowLink
 from crystalllm.replay.world import (
     END_OF,
@@ -102,8 +98,18 @@ class Capture:
     def num_marks(self) -> int:
         return self.structure["num_marks"]
 
+    @property
+    def num_bodies(self) -> int:
+        """Whole bodies that were captured."""
+        return (self.num_marks - self.prologue_marks) // max(self.period, 1)
+
+    @property
+    def first_body_mark(self) -> int:
+        """Bodies are aligned to the end of the run; what is left over counts as prologue."""
+        return self.num_marks - self.num_bodies * self.period
+
     def section(self, mark: int) -> str:
-        if mark < self.prologue_marks:
+        if mark < self.first_body_mark:
             return "prologue"
         return "body" if mark < self.num_marks else "epilogue"
 
@@ -117,17 +123,9 @@ class Capture:
     def captured_durations(self) -> DurationTable:
         """Segments as they took while capturing; no transfers."""
         role_of = {int(r): int(role) for r, role in self.ranks["role"].items()}
-        whole = (self.num_marks - self.prologue_marks) // max(self.period, 1) * self.period
-        first = self.num_marks - whole  # bodies are aligned to the end of the run
-
-        def section(mark: int) -> str | None:
-            if mark < self.prologue_marks:
-                return "prologue"
-            if mark >= self.num_marks:
-                return "epilogue"
-            return "body" if mark >= first else None
-
-        return DurationTable(segments=captured_segments(self.events, role_of, section, self.period))
+        return DurationTable(
+            segments=captured_segments(self.events, role_of, self.section, self.period)
+        )
 
 
 @dataclass
@@ -136,7 +134,7 @@ class _Classes:
 
     ns: list[int] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
+    durations: list[Duration] = field(default_factory=list)
     choices: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     names: dict[Any, int] = field(default_factory=dict)
 
@@ -145,7 +143,7 @@ class _Classes:
             number = self.names[name] = len(self.ns)
             self.ns.append(d.ns)
             self.spread.append(d.sigma)
-            self.sources.append(d.source)
+            self.durations.append(d)
             if d.choices:
                 self.choices[number] = d.choices
         return self.names[name]
@@ -158,13 +156,20 @@ class Replayable:
     Args:
         world: For the engine.
         classes: Name of each duration class: ("segment", role, lane, section,
-            position) or ("transfer", key).
+            position) or ("transfer", key, placement); the placement is empty where
+            durations do not depend on it.
+        durations: Of each class.
         links: Description and signature of each communicator's group.
+        variants: Role of each program, and the placements for which its transfers
+            take the times that they take, by slot. A rank's program is
+            `world.ranks[rank].program`.
     """
 
     world: World
     classes: list[tuple[Any, ...]]
+    durations: list[Duration]
     links: list[tuple[str, str]]
+    variants: list[tuple[int, tuple[str, ...]]]
 
 
 def build(
@@ -195,16 +200,26 @@ def build(
     forms: dict[str, int] = {}
     programs, slots_of = [], []
     roles = capture.speakers()
-    numbers = {role: i for i, role in enumerate(sorted(roles))}
+    communicators = _Communicators(capture, by_placement=durations.by_placement)
+    compilers = {}
+    numbers: dict[tuple[int, tuple[str, ...]], int] = {}
     for role in sorted(roles):
         compiler = _Compiler(capture, durations, classes, forms, role, eager_bytes, one_connection)
+        compiler.place = cache(partial(communicators.placement, roles[role]))
         programs.append(compiler.program(roles[role]))
         slots_of.append(list(compiler.slots))
-    communicators = _Communicators(capture)
+        numbers[role, tuple(compiler.place(s) for s in compiler.slots)] = len(numbers)
+        compilers[role] = compiler
     ranks = []
     for rank, role in capture.ranks["role"].items():
-        number = numbers[int(role)]
-        ranks.append(Rank(number, [communicators.of(int(rank), s) for s in slots_of[number]]))
+        compiler = compilers[int(role)]
+        connections = [communicators.of(int(rank), s) for s in compiler.slots]
+        placements = tuple(communicators.placements[c] for c in connections)
+        number = numbers.setdefault((int(role), placements), len(numbers))
+        if number == len(programs):
+            programs.append(compiler.placed(placements))
+            slots_of.append(list(compiler.slots))
+        ranks.append(Rank(number, connections))
     links = communicators.links()
     world = World(
         programs=programs,
@@ -216,13 +231,15 @@ def build(
             choices=classes.choices if draw else {},
             seed=seed,
             link_factors=_link_factors(what_ifs, links),
-            link_classes=communicators.link_classes(slots_of, programs, ranks, classes.sources)
+            link_classes=communicators.link_classes(
+                slots_of, programs, ranks, [d.source for d in classes.durations]
+            )
             if share_links
             else (),
             perturbations=[w.perturbation() for w in what_ifs if not isinstance(w, SlowLink)],
         ),
     )
-    return Replayable(world, list(classes.names), links)
+    return Replayable(world, list(classes.names), classes.durations, links, list(numbers))
 
 
 def _link_factors(what_ifs: Sequence[Any], links: list[tuple[str, str]]) -> list[float]:
@@ -245,12 +262,46 @@ def _link_factors(what_ifs: Sequence[Any], links: list[tuple[str, str]]) -> list
 Slot = tuple[str, int, int]
 
 
-class _Communicators:
-    """Numbers of communicators: of groups, and of each ordered pair that exchanges messages."""
+def _slot(call: Any) -> Slot:
+    """Of a row of `calls`."""
+    if call.kind in ("send", "recv"):
+        return call.kind, int(call.group), int(call.peer_offset)
+    return "", int(call.group), 0
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
+
+def transfer_placements(capture: Capture) -> list[tuple[str, str]]:
+    """Every key of a call with every placement on the nodes that its transfers have, in order."""
+    communicators = _Communicators(capture, by_placement=True)
+    speakers = capture.speakers()
+    calls = capture.calls[capture.calls["rank"].isin(speakers.values())]
+    keys_of: dict[int, dict[Slot, set[str]]] = {
+        rank: defaultdict(set) for rank in speakers.values()
+    }
+    for row in calls.drop_duplicates(["rank", "key", "group"]).itertuples(index=False):
+        keys_of[row.rank][_slot(row)].add(str(row.key))
+    found = set()
+    for rank, role in capture.ranks["role"].items():
+        for slot, keys in keys_of[speakers[int(role)]].items():
+            placement = communicators.placements[communicators.of(int(rank), slot)]
+            found |= {(key, placement) for key in keys}
+    return sorted(found)
+
+
+class _Communicators:
+    """Numbers of communicators: of groups, and of each ordered pair that exchanges messages.
+
+    Args:
+        capture: What they are in.
+        by_placement: Durations depend on how a communicator lies on the nodes; else its
+            placement is the empty one.
+    """
+
+    def __init__(self, capture: Capture, *, by_placement: bool) -> None:
+        self.capture, self.by_placement = capture, by_placement
+        self.node: dict[int, int] = capture.ranks["node"].to_dict()
+        self.speaker: dict[int, int] = capture.ranks["representative"].to_dict()
         self.sizes: list[int] = []
+        self.placements: list[str] = []
         self.numbers: dict[Any, int] = {}
         seen = capture.calls.drop_duplicates(["rank", "group"])
         self.identities = {
@@ -264,15 +315,30 @@ class _Communicators:
         self.places: dict[tuple[int, ...], dict[int, int]] = {}
 
     def of(self, rank: int, slot: Slot) -> int:
+        name = self._name(rank, slot)
+        number = self.numbers.setdefault(name, len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(len(_members(name)))
+            self.placements.append(self._placement(name))
+        return number
+
+    def placement(self, rank: int, slot: Slot) -> str:
+        """How the group or pair of a slot lies on the nodes."""
+        return self._placement(self._name(rank, slot))
+
+    def _placement(self, name: Any) -> str:
+        return str(Placement.of(_members(name), self.node)) if self.by_placement else ""
+
+    def _name(self, rank: int, slot: Slot) -> Any:
         direction, ordinal, offset = slot
         members, creation = self._group(rank, ordinal)
         if not direction:
-            return self._number((members, creation), len(members))
+            return members, creation
         if members not in self.places:
             self.places[members] = {m: i for i, m in enumerate(members)}
         peer = members[(self.places[members][rank] + offset) % len(members)]
         pair = (rank, peer) if direction == "send" else (peer, rank)
-        return self._number((members, creation, pair), 2)
+        return members, creation, pair
 
     def link_classes(
         self,
@@ -293,15 +359,12 @@ class _Communicators:
             ]
             measured = {i.slot for i in calls if sources[i.cls] != "model"}
             modelled.append(set(range(len(slots))) - measured)
-        node = self.capture.ranks["node"].to_dict()
         found = [-1] * len(self.sizes)
         names = list(self.numbers)
         for rank in ranks:
             for slot in modelled[rank.program]:
                 number = rank.connections[slot]
-                name = names[number]
-                members = name[2] if len(name) == 3 else name[0]
-                found[number] = int(len({node[m] for m in members}) > 1)
+                found[number] = int(len({self.node[m] for m in _members(names[number])}) > 1)
         return found
 
     def links(self) -> list[tuple[str, str]]:
@@ -318,7 +381,7 @@ class _Communicators:
     def _group(self, rank: int, ordinal: int) -> tuple[tuple[int, ...], int]:
         if (rank, ordinal) in self.identities:
             return self.groups[self.identities[rank, ordinal]]
-        speaker = int(self.capture.ranks.at[rank, "representative"])
+        speaker = self.speaker[rank]
         members, creation = self.groups[self.identities[speaker, ordinal]]
         moved = self.capture.layout.moved(members, speaker, rank)
         if moved is None:
@@ -329,11 +392,10 @@ class _Communicators:
             )
         return moved[0], creation
 
-    def _number(self, name: Any, size: int) -> int:
-        if name not in self.numbers:
-            self.numbers[name] = len(self.sizes)
-            self.sizes.append(size)
-        return self.numbers[name]
+
+def _members(name: Any) -> tuple[int, ...]:
+    """Those of a group, or of a pair within one."""
+    return name[2] if len(name) == 3 else name[0]
 
 
 class _Compiler:
@@ -354,6 +416,9 @@ class _Compiler:
         self.forms, self.role, self.eager_bytes = forms, role, eager_bytes
         self.slots: dict[Slot, int] = {}
         self.handles: dict[Any, int] = {}
+        # How the group or pair of a slot lies on the nodes.
+        self.place: Callable[[Slot], str] = lambda _: ""
+        self.compiled = Program(())
 
     def program(self, rank: int) -> Program:
         capture = self.capture
@@ -381,7 +446,24 @@ class _Compiler:
             if lane == "host:0":
                 self._add_marks(sections)
             lanes.append(Lane(*(sections[name] for name in SECTIONS)))
-        return Program(lanes)
+        self.compiled = Program(lanes)
+        return self.compiled
+
+    def placed(self, placements: Sequence[str]) -> Program:
+        """The program compiled last, for ranks whose slots lie so on the nodes."""
+
+        def moved(instruction: Instruction) -> Instruction:
+            if instruction.op not in (Op.POST, Op.COMM):
+                return instruction
+            key = self.calls[instruction.call].key
+            return replace(instruction, cls=self._transfer(key, placements[instruction.slot]))
+
+        return Program(
+            [
+                Lane(*(list(map(moved, s)) for s in (lane.prologue, lane.body, lane.epilogue)))
+                for lane in self.compiled.lanes
+            ]
+        )
 
     def _place_calls(self) -> None:
         """Names of calls under which waits find them: those of the body by their place in it."""
@@ -399,7 +481,7 @@ class _Compiler:
     def _add_marks(self, sections: dict[str, list[Instruction]]) -> None:
         """An iteration of the replay is a whole body, and it ends on the first host thread."""
         mark = Instruction(op=Op.MARK)
-        if self.capture.prologue_marks:
+        if self.capture.first_body_mark:
             sections["prologue"].append(mark)
         sections["body"].append(mark)
 
@@ -429,14 +511,16 @@ class _Compiler:
     def _handle(self, call: int) -> int:
         return self.handles.setdefault(self.names[call], len(self.handles))
 
+    def _transfer(self, key: str, placement: str) -> int:
+        """Class of a call's transfer time."""
+        d = self.durations.transfer(key, placement)
+        return self.classes.number(("transfer", key, placement), d)
+
     def _call(self, call: Any, op: Op) -> Instruction:
-        d = self.durations.transfer(call.key)
-        cls = self.classes.number(("transfer", call.key), d)
         is_message = call.kind in ("send", "recv")
-        slot: Slot = ("", int(call.group), 0)
+        slot = _slot(call)
         end, is_root, form = END_OF[ends(call.kind, is_root=call.root == "me")], False, call.kind
         if is_message:
-            slot = (call.kind, int(call.group), int(call.peer_offset))
             form = "message"
             num_bytes = max(0, call.count) * element_size(call.dtype)
             if num_bytes <= self.eager_bytes:
@@ -449,39 +533,10 @@ class _Compiler:
             op=op,
             slot=self.slots.setdefault(slot, len(self.slots)),
             handle=self._handle(call.call),
-            cls=cls,
+            cls=self._transfer(call.key, self.place(slot)),
             end=end,
             is_root=is_root,
             is_message=is_message,
             form=self.forms.setdefault(form, len(self.forms)),
             call=int(call.call),
         )
-
-
-def uniform_transfers(
-    calls: pd.DataFrame, *, latency_ns: float, bytes_per_s: float
-) -> dict[str, Duration]:
-    """Transfer times by one latency and one bandwidth: a first look, no prediction.
-
-    Args:
-        calls: Rows of `calls`.
-        latency_ns: Of every call.
-        bytes_per_s: For what the rank puts in or gets out, whichever is more.
-
-    Returns:
-        By key; calls with split sizes take as long as the sizes that occurred.
-    """
-    c = calls.assign(
-        elements=calls[["in_elements", "out_elements"]].max(axis=1),
-        element_bytes=calls["dtype"].astype(str).map(element_size),
-    )
-    c["ns"] = (latency_ns + c["elements"] * c["element_bytes"] / bytes_per_s * 1e9).round()
-    counts = c.astype({"key": str, "ns": int}).groupby(["key", "ns"]).size()
-    found: dict[str, Duration] = {}
-    for key, of_key in counts.groupby(level="key"):
-        choices = [(int(ns), int(n)) for (_, ns), n in of_key.items()]
-        if len(choices) == 1:
-            found[str(key)] = Duration(choices[0][0], count=choices[0][1], source="model")
-        else:
-            found[str(key)] = of_choices(choices, source="model")
-    return found

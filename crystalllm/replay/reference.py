@@ -8,14 +8,14 @@ much". Slow and short: it is what the engine is compared with.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
 
-from crystalllm.replay.world import End, Instruction, Op, PerturbationKind, World
+from crystalllm.replay.drawn import Perturbed, duration_ns, run_ns, scaled
+from crystalllm.replay.world import End, Instruction, Op, World
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def replay(world: World, num_iterations: int) -> tuple[list[Event], dict[int, li
                     edge(before, here, 0)
                     if i.op == Op.RUN:
                         where = (iteration << 32) | (base + position)
-                        edge(before, here, _run_ns(world, r, i, where))
+                        edge(before, here, run_ns(world, r, i, where))
                         graph.nodes[here]["run"] = (before, r, number, iteration)
                     elif i.op in (Op.POST, Op.COMM):
                         comm, seq = rank.connections[i.slot], counts[i.slot]
@@ -160,40 +160,6 @@ def _longest(graph: nx.DiGraph, perturbed: Perturbed) -> dict[Any, int]:
     return at
 
 
-class Perturbed:
-    """RUNs with what-ifs; called in the order of each lane."""
-
-    def __init__(self, world: World, num_iterations: int) -> None:
-        self.perturbations = world.durations.perturbations
-        self.num_iterations = num_iterations
-        self.used: set[Any] = set()
-
-    def run_ns(self, start: int, ns: int, rank: int, lane: int, iteration: int) -> int:
-        mine = [(n, p) for n, p in enumerate(self.perturbations) if p.rank == rank]
-        pauses = 0
-        for n, p in mine:
-            since = iteration - p.first
-            if not 1 <= iteration <= self.num_iterations or since < 0:
-                continue
-            if p.every and since % p.every:
-                continue
-            if p.kind == PerturbationKind.SLOW:
-                ns = scaled(ns, p.factor)
-            elif (
-                p.kind == PerturbationKind.PAUSE_IN
-                and lane == 0
-                and (n, iteration) not in self.used
-            ):
-                self.used.add((n, iteration))
-                pauses += p.pause_ns
-        for n, p in mine:
-            is_due = p.kind == PerturbationKind.PAUSE_AT and start + ns + pauses > p.at_ns
-            if is_due and lane == 0 and n not in self.used:
-                self.used.add(n)
-                pauses += p.pause_ns
-        return ns + pauses
-
-
 def _start(at: dict[Any, int], before: Any, i: Instruction, comm: int, seq: int) -> int:
     if i.end == End.ALL:
         return at["last", comm, seq]
@@ -203,47 +169,8 @@ def _start(at: dict[Any, int], before: Any, i: Instruction, comm: int, seq: int)
     return root if i.end == End.AFTER_DATA else max(at[before], root)
 
 
-def _run_ns(world: World, rank: int, i: Instruction, where: int) -> int:
-    d = world.durations
-    ns = duration_ns(world, i.cls, rank, where)
-    return scaled(ns, d.rank_factors[rank]) if d.rank_factors else ns
-
-
 def transfer_ns(world: World, i: Instruction, comm: int, seq: int) -> int:
     """Of one call's class in one communication."""
     d = world.durations
     ns = duration_ns(world, i.cls, comm | (1 << 40), seq)
     return scaled(ns, d.link_factors[comm]) if d.link_factors else ns
-
-
-def duration_ns(world: World, cls: int, entity: int, count: int) -> int:
-    """The duration of a class, or what is drawn for this entity and count."""
-    d = world.durations
-    is_drawn = cls in d.choices or (d.spread and d.spread[cls] != 0)
-    if not is_drawn:
-        return d.ns[cls]
-    key = _mix(_mix(_mix(d.seed ^ cls) ^ entity) ^ count)
-    if cls in d.choices:
-        values = [ns for ns, weight in d.choices[cls] for _ in range(weight)]
-        return values[key % len(values)]
-    u, v = _unit(key), _unit(_mix(key))
-    normal = math.sqrt(-2.0 * math.log(u)) * math.cos(2.0 * math.pi * v)
-    return scaled(d.ns[cls], math.exp(d.spread[cls] * normal))
-
-
-def scaled(ns: int, factor: float) -> int:
-    """Rounded half up."""
-    return math.floor(ns * factor + 0.5)
-
-
-def _mix(x: int) -> int:
-    """splitmix64 (Steele, Lea and Flood, 2014)."""
-    mask = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def _unit(bits: int) -> float:
-    return ((bits >> 11) + 1) * 2.0**-53

@@ -13,14 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from crystalllm.replay.reference import (
-    Deadlock,
-    Event,
-    Perturbed,
-    duration_ns,
-    scaled,
-    transfer_ns,
-)
+from crystalllm.replay.drawn import Perturbed, duration_ns, scaled
+from crystalllm.replay.reference import Deadlock, Event, transfer_ns
 from crystalllm.replay.world import End, Instruction, Op, World
 
 

@@ -5,8 +5,14 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string_view>
+#include <thread>
+#include <utility>
 
+#include "c10d/memory.h"
+#include "c10d/recognise.h"
 #include "c10d/work.h"
+#include "core/busy.h"
 #include "core/clock.h"
 
 namespace crystal {
@@ -82,7 +88,24 @@ VirtualBackend::VirtualBackend(
 void VirtualBackend::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
   world_->name_group(uid, getSize());
-  group();
+  connect_mates();
+}
+
+void VirtualBackend::connect_mates() {
+  std::call_once(connected_, [this] {
+    Group& members = group();
+    if (members.mates().empty()) {
+      return;
+    }
+    auto real = connect(*world_, members, options_->timeout);
+    // Among mates only, gloo is gloo. What NCCL accepts and gloo refuses (types,
+    // reductions, uneven lists) has to be taken apart.
+    if (members.all_mates() && flavour_ == Flavour::gloo) {
+      carrier_ = std::move(real);
+    } else {
+      mates_ = std::make_shared<Mates>(std::move(real), members);
+    }
+  });
 }
 
 Group& VirtualBackend::group() {
@@ -129,7 +152,8 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
     own->group_name = options->group_name;
   }
   TORCH_CHECK(
-      !carrier_, "A group whose communication is real cannot be split. Group ", group().identity(),
+      !carrier_ || group().all_mates(),
+      "A group whose communication is real cannot be split. Group ", group().identity(),
       ". Create the parts with torch.distributed.new_group.");
   const int rank = static_cast<int>(me - ranks.begin());
   const int size = static_cast<int>(ranks.size());
@@ -146,7 +170,23 @@ c10::intrusive_ptr<c10d::Backend> VirtualBackend::split(
 
 // --- issuing ----------------------------------------------------------------
 
-CallRecord VirtualBackend::issue_part(OpType type, Part& part) {
+Transport VirtualBackend::transport_of(const Call& call, const Group& members) const {
+  if (carrier_) {
+    return Transport::real;
+  }
+  if (!mates_) {
+    return Transport::timed;
+  }
+  if (call.kind == Kind::send || call.kind == Kind::recv) {
+    return members.is_mate(call.peer) && call.peer != getRank() ? Transport::real
+                                                                : Transport::timed;
+  }
+  return members.all_mates() ? Transport::real : Transport::mixed;
+}
+
+CallRecord VirtualBackend::issue_part(
+    OpType type, Part& part, std::chrono::milliseconds timeout,
+    std::vector<std::shared_ptr<RealPart>>& real) {
   const int64_t arrival_ns = now_ns();
   Group& members = group();
   for (const auto* side : {&part.inputs, &part.outputs}) {
@@ -161,8 +201,11 @@ CallRecord VirtualBackend::issue_part(OpType type, Part& part) {
   if (members.description().empty() && !pg_desc_.empty()) {
     members.describe(pg_desc_);
   }
+  recognise(part.inputs, Recognised::communication);
+  recognise(part.outputs, Recognised::communication);
   part.call.stream = world_->this_thread();
-  const CallRecord record = world_->arrive(part.call, members, arrival_ns);
+  CallRecord record =
+      world_->arrive(part.call, members, arrival_ns, transport_of(part.call, members));
   const int start = members.global(0);
   const int stride = members.size() > 1 ? members.global(1) - start : 1;
   const bool p2p = record.kind == Kind::send || record.kind == Kind::recv;
@@ -181,46 +224,105 @@ CallRecord VirtualBackend::issue_part(OpType type, Part& part) {
       start,
       stride,
       getSize());
-  if (part.fill && !carrier_) {
+  int64_t filled_ns = 0;
+  const int64_t begin_ns = now_ns();
+  const Unwatched unwatched;
+  if (mates_) {
+    const std::chrono::milliseconds limit(world_->mates_limit_ms());
+    MixedPeers peers(world_, group_, record, mates_, limit.count() > 0 ? limit : timeout);
+    part.fill(peers);
+    if (auto real_part = peers.part()) {
+      real.push_back(std::move(real_part));
+    }
+    filled_ns = now_ns() - begin_ns;
+  } else if (!carrier_) {
     Peers peers(*world_, members, record);
     part.fill(peers);
+    filled_ns = now_ns() - begin_ns;
   }
-  world_->returned(record.call, now_ns());
+  // Where peers are real, the library takes its time itself.
+  if (record.transport == Transport::timed) {
+    const auto rule = world_->release_rule();
+    // Its threads wake up in a call, and take turns with the caller on its core.
+    for (const int64_t call_ns = rule->call_ns(record); filled_ns < call_ns;
+         filled_ns = now_ns() - begin_ns) {
+      std::this_thread::yield();
+    }
+    // What they had of the core until then made the call as long as it is.
+    if (const int64_t cpu_ns = rule->cpu_ns(record); cpu_ns > filled_ns) {
+      keep_core_busy(cpu_ns - filled_ns);
+    }
+  }
+  // Filling in stands for what the library does meanwhile; the rest is the caller's time.
+  world_->returned(record.call, arrival_ns + filled_ns);
   return record;
 }
 
 VirtualBackend::WorkPtr VirtualBackend::issue(
     OpType type, const char* title, std::vector<Part> parts, std::chrono::milliseconds timeout,
     const Carry& carry) {
+  connect_mates();
+  if (timeout <= std::chrono::milliseconds(0)) {
+    timeout = options_->timeout;
+  }
+  const InCall in_call;
+  const auto footprint = take_footprint(type, parts);
   const bool coalescing = batch_ >= 0;
   const int64_t batch = coalescing ? batch_ : parts.size() > 1 ? world_->new_batch() : -1;
   ++sequence_;
   CallRecord last;
-  int64_t release_ns = 0;
+  End end;
   Tensors outputs;
   Tensors held;
+  std::vector<std::shared_ptr<RealPart>> real;
   for (auto& part : parts) {
     part.call.batch = batch;
-    last = issue_part(type, part);
-    release_ns = std::max(release_ns, last.release_ns);
+    last = issue_part(type, part, timeout, real);
+    if (last.release) {
+      (coalescing ? batch_end_ : end).add(last.release);
+    }
     outputs.insert(outputs.end(), part.outputs.begin(), part.outputs.end());
     held.insert(held.end(), part.inputs.begin(), part.inputs.end());
   }
   if (carrier_) {
-    auto work = carry(*carrier_);
+    WorkPtr work;
+    naming_mates(*world_, *group_, last, [&] { work = carry(*carrier_); });
     world_->returned(last.call, now_ns());  // the real call may have waited
-    return c10::make_intrusive<CarriedWork>(getRank(), type, std::move(work), last, world_);
+    return c10::make_intrusive<CarriedWork>(
+        getRank(), type, std::move(work), last, group_, world_);
   }
-  last.release_ns = release_ns;
   if (coalescing) {
-    batch_release_ns_ = std::max(batch_release_ns_, release_ns);
+    if (last.release) {
+      end.add(last.release);
+    }
     batch_last_ = last;
+    is_batch_begun_ = true;
     batch_held_.insert(batch_held_.end(), held.begin(), held.end());
     batch_held_.insert(batch_held_.end(), outputs.begin(), outputs.end());
+    batch_real_.insert(batch_real_.end(), real.begin(), real.end());
   }
-  return c10::make_intrusive<VirtualWork>(
-      getRank(), type, title, std::move(outputs), std::move(held), last, group_, world_,
-      timeout > std::chrono::milliseconds(0) ? timeout : options_->timeout);
+  if (footprint) { // it knows what is held how long
+    held.clear();
+    footprint->until(end);
+  }
+  auto work = c10::make_intrusive<VirtualWork>(
+      getRank(), type, title, std::move(outputs), std::move(held), last, std::move(end), group_,
+      world_, timeout, join(std::move(real)));
+  work->hold(footprint);
+  return work;
+}
+
+std::shared_ptr<Footprint> VirtualBackend::take_footprint(
+    OpType type, const std::vector<Part>& parts) {
+  if (carrier_ || flavour_ != Flavour::gloo || !memory_is_watched()) {
+    return nullptr;
+  }
+  std::vector<CallTensors> calls;
+  for (const auto& part : parts) {
+    calls.push_back(CallTensors{part.inputs, part.outputs});
+  }
+  return std::make_shared<Footprint>(
+      type, calls, getRank(), std::string_view(parts[0].call.reduce_op) == "avg");
 }
 
 VirtualBackend::WorkPtr VirtualBackend::issue(
@@ -236,7 +338,7 @@ void VirtualBackend::startCoalescing() {
     Backend::startCoalescing();
   }
   batch_ = world_->new_batch();
-  batch_release_ns_ = 0;
+  batch_end_.clear();
 }
 
 VirtualBackend::WorkPtr VirtualBackend::endCoalescing() {
@@ -244,15 +346,15 @@ VirtualBackend::WorkPtr VirtualBackend::endCoalescing() {
     return Backend::endCoalescing();
   }
   batch_ = -1;
-  if (batch_release_ns_ == 0) {
+  if (!std::exchange(is_batch_begun_, false)) {
     return nullptr; // nothing was issued in between
   }
-  batch_last_.release_ns = batch_release_ns_;
   Tensors held;
   held.swap(batch_held_);
+  const End end = std::exchange(batch_end_, {});
   return c10::make_intrusive<VirtualWork>(
-      getRank(), OpType::COALESCED, "nccl:coalesced", Tensors{}, std::move(held), batch_last_,
-      group_, world_, options_->timeout);
+      getRank(), OpType::COALESCED, "nccl:coalesced", Tensors{}, std::move(held), batch_last_, end,
+      group_, world_, options_->timeout, join(std::exchange(batch_real_, {})));
 }
 
 #define CRYSTAL_TITLE(name) (flavour_ == Flavour::gloo ? "gloo:" name : "nccl:" name)
@@ -268,13 +370,13 @@ VirtualBackend::WorkPtr VirtualBackend::broadcast(
   call.is_async = opts.asyncOp;
   return issue(OpType::BROADCAST, CRYSTAL_TITLE("broadcast"),
                Part{call, tensors, tensors,
-                    [tensors, root, first = opts.rootTensor](Peers& peers) {
-                      peers.broadcast(tensors[first], root);
+                    [tensors, root, first = opts.rootTensor, me = getRank()](Peers& peers) {
                       for (const auto& t : tensors) {
-                        if (!t.is_same(tensors[first])) {
+                        if (root == me && !t.is_same(tensors[first])) {
                           at::NoGradGuard no_grad;
                           t.copy_(tensors[first]);
                         }
+                        peers.broadcast(t, root);
                       }
                     }},
                opts.timeout,
@@ -360,9 +462,9 @@ VirtualBackend::WorkPtr VirtualBackend::allgather(
 
 VirtualBackend::WorkPtr VirtualBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-  Tensors outputs{output};
-  Tensors inputs{input};
-  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+  return all_gather_flat(
+      OpType::_ALLGATHER_BASE, {output}, {input}, opts,
+      [&](c10d::Backend& carrier) { return carrier._allgather_base(output, input, opts); });
 }
 
 VirtualBackend::WorkPtr VirtualBackend::allgather_coalesced(
@@ -388,6 +490,15 @@ VirtualBackend::WorkPtr VirtualBackend::allgather_coalesced(
 
 VirtualBackend::WorkPtr VirtualBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  return all_gather_flat(
+      OpType::ALLGATHER_COALESCED, outputs, inputs, opts, [&](c10d::Backend& carrier) {
+        return carrier.allgather_into_tensor_coalesced(outputs, inputs, opts);
+      });
+}
+
+VirtualBackend::WorkPtr VirtualBackend::all_gather_flat(
+    OpType type, const Tensors& outputs, const Tensors& inputs,
+    const c10d::AllgatherOptions& opts, const Carry& carry) {
   TORCH_CHECK(
       outputs.size() == inputs.size() && !inputs.empty(),
       "all_gather needs as many outputs as inputs, got ", outputs.size(), " and ", inputs.size(),
@@ -403,9 +514,8 @@ VirtualBackend::WorkPtr VirtualBackend::allgather_into_tensor_coalesced(
                peers.gather(out, in);
              }});
   }
-  return issue(OpType::_ALLGATHER_BASE, CRYSTAL_TITLE("_all_gather_base"), std::move(parts),
-               opts.timeout,
-               [&](c10d::Backend& carrier) { return carrier.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+  return issue(
+      type, CRYSTAL_TITLE("_all_gather_base"), std::move(parts), opts.timeout, carry);
 }
 
 VirtualBackend::WorkPtr VirtualBackend::gather(
@@ -584,7 +694,8 @@ VirtualBackend::WorkPtr VirtualBackend::barrier(const c10d::BarrierOptions& opts
   Call call;
   call.kind = Kind::barrier;
   call.is_async = opts.asyncOp;
-  return issue(OpType::BARRIER, CRYSTAL_TITLE("barrier"), Part{call, {}, {}, nullptr},
+  return issue(OpType::BARRIER, CRYSTAL_TITLE("barrier"),
+               Part{call, {}, {}, [](Peers& peers) { peers.barrier(); }},
                opts.timeout,
                [&](c10d::Backend& carrier) { return carrier.barrier(opts); });
 }
@@ -593,6 +704,8 @@ void VirtualBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
   if (flavour_ != Flavour::gloo) {
     Backend::monitoredBarrier(opts, wait_all_ranks);
   }
+  const at::Tensor message =
+      memory_is_watched() ? monitored_barrier_message() : at::Tensor();
   barrier(opts)->wait();
 }
 

@@ -8,10 +8,13 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "c10d/checks.h"
 #include "c10d/content.h"
+#include "c10d/footprint.h"
+#include "c10d/mates.h"
 #include "core/world.h"
 
 namespace crystal {
@@ -107,7 +110,20 @@ class VirtualBackend : public c10d::Backend {
   WorkPtr issue(
       c10d::OpType type, const char* title, Part part, std::chrono::milliseconds timeout,
       const Carry& carry);
-  CallRecord issue_part(c10d::OpType type, Part& part);
+  // Adds what of the part is real to `real`.
+  CallRecord issue_part(
+      c10d::OpType type, Part& part, std::chrono::milliseconds timeout,
+      std::vector<std::shared_ptr<RealPart>>& real);
+  // Connects the members that run for real, once they are known: as gloo would, when the
+  // group is created.
+  void connect_mates();
+
+  Transport transport_of(const Call& call, const Group& members) const;
+  // What gloo would hold for the call; null where gloo itself does, or nobody asks.
+  std::shared_ptr<Footprint> take_footprint(c10d::OpType type, const std::vector<Part>& parts);
+  WorkPtr all_gather_flat(
+      c10d::OpType type, const Tensors& outputs, const Tensors& inputs,
+      const c10d::AllgatherOptions& opts, const Carry& carry);
 
   const Flavour flavour_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -117,14 +133,18 @@ class VirtualBackend : public c10d::Backend {
   std::mutex group_mutex_;
   std::shared_ptr<Group> group_;
   c10::intrusive_ptr<c10d::Backend> carrier_;
+  std::once_flag connected_;
+  std::shared_ptr<Mates> mates_; // null: all peers are virtual, or all are real
   uint64_t sequence_ = 0;
   int64_t splits_ = 0;
 
   // Between startCoalescing and endCoalescing.
   int64_t batch_ = -1;
-  int64_t batch_release_ns_ = 0;
+  bool is_batch_begun_ = false; // and has calls
+  End batch_end_;
   CallRecord batch_last_;
   Tensors batch_held_;
+  std::vector<std::shared_ptr<RealPart>> batch_real_;
 };
 
 // Types of their own, since torch asks isinstance(backend, ProcessGroupGloo).

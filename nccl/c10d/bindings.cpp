@@ -7,9 +7,12 @@
 
 #include "c10d/backend.h"
 #include "c10d/memory.h"
+#include "c10d/memory_bindings.h"
+#include "c10d/sandbox_bindings.h"
 #include "c10d/store.h"
 #include "core/clock.h"
 #include "core/events.h"
+#include "core/follow.h"
 #include "core/world.h"
 
 namespace py = pybind11;
@@ -51,7 +54,7 @@ py::dict columns_of(const std::vector<CallRecord>& records, const World& world) 
     out_splits.append(r.out_splits);
     is_async.append(r.is_async);
     arrival.append(r.arrival_ns);
-    release.append(r.release_ns);
+    release.append(r.release && r.release->poll() ? r.release->end_ns() : r.arrival_ns);
   }
   py::dict columns;
   columns["call"] = call;
@@ -116,7 +119,7 @@ int64_t record_call(
   call.batch = batch;
   call.stream = stream;
   call.is_async = is_async;
-  return world.arrive(call, group, arrival_ns, release_ns).call;
+  return world.record(call, group, arrival_ns, release_ns).call;
 }
 
 py::dict event_columns(const World& world) {
@@ -183,6 +186,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("size", &Group::size)
       .def_property_readonly("members", &Group::members)
       .def_property_readonly("creation", &Group::creation)
+      .def_property_readonly("mates", &Group::mates,
+                             "Group ranks of the members that run side by side, this one among "
+                             "them; none where nobody but this rank does.")
+      .def("is_mate", &Group::is_mate, py::arg("group_rank"))
       .def_property_readonly("signature", &Group::signature)
       .def_property_readonly("identity", &Group::identity)
       .def_property_readonly("description", &Group::description)
@@ -198,6 +205,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def_property_readonly("groups", &World::groups)
+      .def("set_mates", &World::set_mates, py::arg("ranks"), py::arg("limit_ms") = 0,
+           "Global ranks that run for real in processes of this host, this one among them. An "
+           "exchange with one may take so long; 0 leaves it to the group's timeout.")
       .def_property_readonly("num_calls", &World::num_calls)
       .def_property_readonly("num_invented", &World::num_invented)
       .def_property_readonly(
@@ -294,10 +304,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("group"), py::arg("seq"), py::arg("rank"), py::arg("peer") = -1,
            "Whether it is known already, without making a live source wait for it.");
 
+  bind_sandbox(m);
+  bind_memory(m);
+
   m.def("the_world", &the_world);
   m.def("set_world", &set_world, py::arg("world").none(true));
+  m.def("connect_mates_by",
+        [](py::function make) {
+          auto* held = new py::function(std::move(make)); // as long as groups are created
+          set_connect([held](const Group& group, std::chrono::milliseconds timeout) {
+            py::gil_scoped_acquire gil;
+            return (*held)(py::cast(&group, py::return_value_policy::reference), timeout)
+                .cast<c10::intrusive_ptr<c10d::Backend>>();
+          });
+        },
+        py::arg("make"),
+        "make(group, timeout) gives a real backend among the group's mates, in their order.");
   m.def("now_ns", &now_ns);
-  m.def("stop_timer", &stop_timer, py::call_guard<py::gil_scoped_release>());
+  m.def("stop_timer",
+        [] {
+          stop_following();
+          stop_timer();
+        },
+        py::call_guard<py::gil_scoped_release>());
   m.def("add_store_payload",
         [](const std::string& key, const py::bytes& value) { add_store_payload(key, value); },
         py::arg("key"), py::arg("value"));

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "c10d/memory.h"
 #include "c10d/tensors.h"
 
 namespace crystal {
@@ -13,6 +14,9 @@ using c10d::ReduceOp;
 void Peers::reduce(at::Tensor tensor, const ReduceOp& op, int root) {
   Unseen unseen;
   if (tensor.is_sparse()) { // all members hold the same indices
+    // The tensor gets other storages, which are the program's; gloo's worker makes them.
+    const Watched watched;
+    const ByLibrary by_library;
     const at::Tensor whole = tensor.coalesce();
     at::Tensor values = whole._values().clone();
     reduce_equal(values, group_.size(), op);
@@ -21,7 +25,7 @@ void Peers::reduce(at::Tensor tensor, const ReduceOp& op, int root) {
     return;
   }
   const bool receives = root < 0 || root == group_.rank();
-  exchange_control(tensor, tensor, receives ? others() : std::vector<int>{});
+  exchange_control(tensor, tensor, receives ? virtual_members() : std::vector<int>{});
   if (!receives) {
     return;
   }
@@ -32,7 +36,7 @@ void Peers::reduce_scatter(at::Tensor output, const at::Tensor& input, const Red
   Unseen unseen;
   const int64_t chunk = output.numel();
   const int64_t begin = chunk * group_.rank();
-  exchange_control(input, input, others());
+  exchange_control(input, input, virtual_members());
   output.copy_(flat(input).narrow(0, begin, chunk).view(output.sizes()));
   reduce_known(output, known_slices(output.scalar_type(), begin, chunk), op);
 }
@@ -45,7 +49,7 @@ void Peers::reduce_scatter(at::Tensor output, const std::vector<at::Tensor>& inp
     for (const auto& in : inputs) {
       parts.push_back(flat(in));
     }
-    exchange_control(output, at::cat(parts), others());
+    exchange_control(output, at::cat(parts), virtual_members());
   }
   int64_t begin = 0;
   for (int v = 0; v < group_.rank(); ++v) {
@@ -57,7 +61,7 @@ void Peers::reduce_scatter(at::Tensor output, const std::vector<at::Tensor>& inp
 
 void Peers::gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
   Unseen unseen;
-  exchange_control(input, input, outputs.empty() ? std::vector<int>{} : others());
+  exchange_control(input, input, outputs.empty() ? std::vector<int>{} : virtual_members());
   if (outputs.empty()) { // gathered by another rank
     return;
   }
@@ -82,7 +86,7 @@ void Peers::gather(const std::vector<at::Tensor>& outputs, const at::Tensor& inp
 
 void Peers::gather(at::Tensor output, const at::Tensor& input) {
   Unseen unseen;
-  exchange_control(input, input, others());
+  exchange_control(input, input, virtual_members());
   const at::Tensor from = flat(input).contiguous();
   bool all_known = true;
   fill_flat(output, [&](at::Tensor& t) {
@@ -153,7 +157,7 @@ void Peers::all_to_all(const std::vector<at::Tensor>& outputs,
       parts.push_back(flat(in));
       splits.push_back(in.numel());
     }
-    exchange_control(outputs[0], at::cat(parts), others(), -1, splits);
+    exchange_control(outputs[0], at::cat(parts), virtual_members(), -1, splits);
   }
   bool all_known = true;
   // Where this rank sends nothing to a peer that sends something, there is
@@ -170,16 +174,10 @@ void Peers::all_to_all(const std::vector<at::Tensor>& outputs,
     if (out.numel() == 0) {
       continue;
     }
-    const Payload* found = v == group_.rank() ? nullptr : find(v);
-    if (found != nullptr) {
-      const at::Tensor whole = payload(v, out.scalar_type());
-      std::vector<int64_t> splits = found->splits;
-      if (splits.empty()) {
-        splits.assign(group_.size(), whole.numel() / group_.size());
-      }
-      const auto me = splits.begin() + group_.rank();
-      const int64_t begin = std::accumulate(splits.begin(), me, int64_t{0});
-      assign(out, whole.narrow(0, begin, *me));
+    const at::Tensor known =
+        v == group_.rank() ? at::Tensor() : payload_for_me(v, out.scalar_type());
+    if (known.defined()) {
+      assign(out, known);
       continue;
     }
     all_known &= v == group_.rank();
@@ -201,6 +199,12 @@ void Peers::all_to_all(const std::vector<at::Tensor>& outputs,
   }
 }
 
+std::vector<at::Tensor> Peers::slots(
+    const at::Tensor& whole, const std::vector<int64_t>& splits) const {
+  return splits.empty() ? whole.tensor_split(group_.size(), 0)
+                        : whole.split_with_sizes(splits, 0);
+}
+
 void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
                        const std::vector<int64_t>& out_splits,
                        const std::vector<int64_t>& in_splits) {
@@ -210,10 +214,6 @@ void Peers::all_to_all(at::Tensor output, const at::Tensor& input,
     fill_flat(output, [&](at::Tensor& t) { t.copy_(flat(input)); });
     return;
   }
-  const auto slots = [&](const at::Tensor& whole, const std::vector<int64_t>& splits) {
-    return splits.empty() ? whole.tensor_split(group_.size(), 0)
-                          : whole.split_with_sizes(splits, 0);
-  };
   Unseen unseen;
   all_to_all(slots(output, out_splits), slots(input, in_splits));
 }

@@ -4,6 +4,7 @@
 #include "c10d/tensors.h"
 
 #include <cstring>
+#include <numeric>
 
 namespace crystal {
 namespace {
@@ -31,14 +32,14 @@ void Peers::note_invented(const at::Tensor& tensor, const char* how) {
   }
 }
 
-std::vector<int> Peers::others() const {
-  std::vector<int> ranks;
+std::vector<int> Peers::virtual_members() const {
+  std::vector<int> members;
   for (int v = 0; v < group_.size(); ++v) {
     if (v != group_.rank()) {
-      ranks.push_back(v);
+      members.push_back(v);
     }
   }
-  return ranks;
+  return members;
 }
 
 void Peers::exchange_control(const at::Tensor& like, const at::Tensor& mine,
@@ -96,6 +97,20 @@ at::Tensor Peers::payload(int v, at::ScalarType dtype, int peer) {
   return tensor;
 }
 
+at::Tensor Peers::payload_for_me(int v, at::ScalarType dtype) {
+  const Payload* found = find(v);
+  if (found == nullptr) {
+    return {};
+  }
+  const at::Tensor whole = payload(v, dtype);
+  std::vector<int64_t> splits = found->splits;
+  if (splits.empty()) {
+    splits.assign(group_.size(), whole.numel() / group_.size());
+  }
+  const auto me = splits.begin() + group_.rank();
+  return whole.narrow(0, std::accumulate(splits.begin(), me, int64_t{0}), *me);
+}
+
 // tensor <- known, which must be as large; pickled objects may be shorter, as
 // their buffer is as long as the longest one's.
 void Peers::assign(at::Tensor& tensor, const at::Tensor& known) const {
@@ -123,23 +138,24 @@ void Peers::from_virtual(at::Tensor& tensor, const at::Tensor& known) {
   }
 }
 
-std::vector<at::Tensor> Peers::known_slices(at::ScalarType dtype, int64_t begin, int64_t length) {
-  std::vector<at::Tensor> known;
+std::vector<Peers::Known> Peers::known_slices(
+    at::ScalarType dtype, int64_t begin, int64_t length) {
+  std::vector<Known> known;
   for (int v = 0; payloads_ && v < group_.size(); ++v) {
-    at::Tensor other = v == group_.rank() ? at::Tensor() : payload(v, dtype);
+    at::Tensor other = is_virtual(v) ? payload(v, dtype) : at::Tensor();
     if (other.defined()) {
       TORCH_CHECK(
           other.numel() >= begin + length, "A payload has another size than the call. Call ",
           record_.call, " (", key(record_, group_), "), payload of rank ", group_.global(v), ": ",
           other.numel(), " elements instead of ", begin + length,
           ". Capture the job again with this program.");
-      known.push_back(other.narrow(0, begin, length));
+      known.push_back({v, other.narrow(0, begin, length)});
     }
   }
   return known;
 }
 
-void Peers::reduce_known(at::Tensor& mine, const std::vector<at::Tensor>& known,
+void Peers::reduce_known(at::Tensor& mine, const std::vector<Known>& known,
                          const ReduceOp& op) {
   const int64_t equal = group_.size() - static_cast<int64_t>(known.size());
   if (equal > 1) {
@@ -151,7 +167,7 @@ void Peers::reduce_known(at::Tensor& mine, const std::vector<at::Tensor>& known,
     fill_holes(mine, world_.seed());
   }
   for (const auto& other : known) {
-    combine(mine, other.view(mine.sizes()), op);
+    combine(mine, other.values.view(mine.sizes()), op);
   }
   if (average) {
     mine.div_(group_.size());

@@ -2,10 +2,12 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <unordered_map>
 
@@ -86,6 +88,24 @@ void copy_cyclic(char* dst, size_t dst_bytes, const char* src, size_t src_bytes)
 // counts, flat buckets and the gradients of matrices have fewer dimensions.
 constexpr int64_t kLeastActivationDims = 3;
 constexpr int64_t kLeastActivationWidth = 16;
+
+// The sum of squares of a contiguous tensor. Pieces are summed apart and then in
+// their order, so that ranks with other numbers of threads get the same.
+double sum_of_squares(const at::Tensor& tensor) {
+  constexpr int64_t kPiece = 16384;
+  const at::Tensor wide = tensor.to(at::kFloat);
+  const float* data = wide.const_data_ptr<float>();
+  const int64_t n = wide.numel();
+  std::vector<double> sums((n + kPiece - 1) / kPiece, 0.0);
+  at::parallel_for(0, static_cast<int64_t>(sums.size()), 2, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      for (int64_t i = piece * kPiece; i < std::min(n, (piece + 1) * kPiece); ++i) {
+        sums[piece] += static_cast<double>(data[i]) * data[i];
+      }
+    }
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
 
 } // namespace
 
@@ -193,8 +213,8 @@ void fill_holes(at::Tensor& tensor, uint64_t seed) {
   double scale_by = 1.0;
   const auto held = rows.size(0) - static_cast<int64_t>(holes.size());
   if (held > 0) {
-    const double norm = tensor.to(at::kFloat).norm().item<double>();
-    const double rms = norm / std::sqrt(static_cast<double>(held * rows.size(1)));
+    const double rms =
+        std::sqrt(sum_of_squares(tensor) / static_cast<double>(held * rows.size(1)));
     scale_by = std::isfinite(rms) ? rms / kTemplateStd : 1.0;
   }
   at::Tensor filling = at::empty({static_cast<int64_t>(holes.size()), rows.size(1)}, at::kFloat);

@@ -1,6 +1,8 @@
 #include "core/call_record.h"
 
+#include <charconv>
 #include <stdexcept>
+#include <string_view>
 
 namespace crystal {
 
@@ -30,6 +32,15 @@ Kind kind_of(const std::string& name) {
   throw std::invalid_argument(
       "There is no kind of call named " + name +
       ". A call that is to be recorded. Use one of call_record.h's kinds.");
+}
+
+const char* to_string(Transport transport) {
+  switch (transport) {
+    case Transport::timed: return "timed";
+    case Transport::mixed: return "mixed";
+    case Transport::real: return "real";
+  }
+  return "?";
 }
 
 const char* to_string(Root root) {
@@ -77,22 +88,33 @@ CallRecord make_call_record(const Call& call, Group& group, int64_t number, int6
   return record;
 }
 
+// In every call of an emulated rank: one text, nothing on the way to it.
 std::string key(const CallRecord& record, const Group& group) {
-  std::string text = to_string(record.kind);
-  const auto add = [&](const char* name, const std::string& value) {
-    text += std::string(" ") + name + "=" + value;
+  std::string text;
+  text.reserve(160);
+  char digits[20];
+  const auto number = [&](int64_t value) -> std::string_view {
+    const auto end = std::to_chars(digits, digits + sizeof(digits), value).ptr;
+    return {digits, static_cast<size_t>(end - digits)};
   };
+  const auto add = [&](std::string_view name, std::string_view value) {
+    ((text += ' ') += name) += '=';
+    text += value;
+  };
+  text += to_string(record.kind);
   if (*record.reduce_op) add("op", record.reduce_op);
   if (*record.dtype) add("dtype", record.dtype);
-  add("count", record.count < 0 ? "split" : std::to_string(record.count));
-  add("group", group.signature() + "/" + std::to_string(group.size()) + "#" +
-          std::to_string(group.creation()));
+  add("count", record.count < 0 ? "split" : number(record.count));
+  add("group", group.signature());
+  (text += '/') += number(group.size());
+  (text += '#') += number(group.creation());
   if (record.root != Root::none) add("root", to_string(record.root));
   if (record.peer_offset >= 0) {
-    add("peer", std::to_string(record.peer_offset) + (record.peer_wraps ? "w" : ""));
+    add("peer", number(record.peer_offset));
+    if (record.peer_wraps) text += 'w';
   }
-  if (record.batch_in_mark >= 0) add("batch", std::to_string(record.batch_in_mark));
-  add("stream", std::to_string(record.stream));
+  if (record.batch_in_mark >= 0) add("batch", number(record.batch_in_mark));
+  add("stream", number(record.stream));
   return text;
 }
 

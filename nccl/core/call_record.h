@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/group.h"
+#include "core/release.h"
 
 namespace crystal {
 
@@ -31,6 +33,14 @@ Kind kind_of(const std::string& name);
 // Whose call the root's is, as far as a rank's role goes.
 enum class Root : uint8_t { none, me, other };
 const char* to_string(Root root);
+
+// How a call comes to its data and its end.
+enum class Transport : uint8_t {
+  timed, // peers are virtual
+  mixed, // some are, the others are real
+  real,  // all are real
+};
+const char* to_string(Transport transport);
 
 // A communication call as its backend sees it. Ranks are group ranks.
 struct Call {
@@ -82,9 +92,11 @@ struct CallRecord {
   std::vector<int64_t> out_splits;
   bool is_async = false;
   int64_t arrival_ns = 0; // CLOCK_MONOTONIC
-  int64_t release_ns = 0;
-  int64_t event = 0;       // ordinal among all events of this rank
-  int64_t returned_ns = 0; // when the caller went on
+  std::shared_ptr<Release> release; // null if peers that are real set it
+  Transport transport = Transport::timed;
+  int64_t captured_call = -1; // its ordinal in the trace that is followed, if one is
+  int64_t event = 0;          // ordinal among all events of this rank
+  int64_t returned_ns = 0;    // when the caller went on
 };
 
 // The first time that somebody waited for a call, or found it completed.

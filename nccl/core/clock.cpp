@@ -40,15 +40,21 @@ void sleep_until_ns(int64_t deadline_ns) {
   }
 }
 
+// So long may an action run before the next does not wait for it any more. A thread that
+// wants the interpreter gets it within about 5 ms (sys.getswitchinterval).
+constexpr int64_t kTurnNs = 5'000'000;
+
 // Actions are callbacks of the program, which may wait for other actions. So a
-// worker that runs one first makes sure that another watches the deadlines.
+// worker that runs one first makes sure that another watches the deadlines. They take
+// turns all the same: two that begin at once would meet at the interpreter's lock, which
+// keeps no order, and the calls that they make would come in another order in each run.
 class Timer {
  public:
-  void add(int64_t deadline_ns, std::function<void()> action) {
+  void add(int64_t deadline_ns, std::function<void()> action, bool takes_turn) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {
-        pending_.emplace(deadline_ns, std::move(action));
+        pending_.emplace(deadline_ns, Pending{std::move(action), takes_turn});
         if (watching_ == 0) {
           start_worker();
         }
@@ -63,14 +69,14 @@ class Timer {
   // Runs what is pending now, at once, and waits for what is running, at most
   // `limit`. Workers end; later actions run where they are added.
   void stop(std::chrono::seconds limit) {
-    std::multimap<int64_t, std::function<void()>> rest;
+    std::multimap<int64_t, Pending> rest;
     std::unique_lock<std::mutex> lock(mutex_);
     stopped_ = true;
     rest.swap(pending_);
     changed_.notify_all();
     lock.unlock();
     for (auto& entry : rest) {
-      entry.second();
+      entry.second.action();
     }
     rest.clear();
     lock.lock();
@@ -78,6 +84,11 @@ class Timer {
   }
 
  private:
+  struct Pending {
+    std::function<void()> action;
+    bool takes_turn;
+  };
+
   void start_worker() { // the lock is held
     ++watching_;
     std::thread([this] { work(); }).detach(); // the timer outlives every thread
@@ -98,8 +109,18 @@ class Timer {
         changed_.wait_for(lock, std::chrono::nanoseconds(left - spin));
         continue;
       }
-      auto action = std::move(pending_.begin()->second);
+      const bool takes_turn = pending_.begin()->second.takes_turn;
+      if (takes_turn && turn_ != 0 && turn_until_ns_ > now_ns()) {
+        changed_.wait_for(lock, std::chrono::nanoseconds(turn_until_ns_ - now_ns()));
+        continue;
+      }
+      auto action = std::move(pending_.begin()->second.action);
       pending_.erase(pending_.begin());
+      int64_t turn = 0;
+      if (takes_turn) {
+        turn = turn_ = ++latest_turn_;
+        turn_until_ns_ = std::max(deadline, now_ns()) + kTurnNs;
+      }
       --watching_;
       ++running_;
       start_worker();
@@ -109,6 +130,10 @@ class Timer {
       action = nullptr; // what it holds may need the interpreter, which others hold while they add
       lock.lock();
       --running_;
+      if (takes_turn && turn_ == turn) {
+        turn_ = 0;
+        changed_.notify_all();
+      }
       idle_.notify_all();
       ++watching_;
     }
@@ -118,9 +143,12 @@ class Timer {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable idle_;
-  std::multimap<int64_t, std::function<void()>> pending_;
+  std::multimap<int64_t, Pending> pending_;
   int watching_ = 0; // workers that wait for a deadline
   int running_ = 0; // workers in an action
+  int64_t latest_turn_ = 0; // turns are counted from 1
+  int64_t turn_ = 0; // whose action runs; 0 if it has ended
+  int64_t turn_until_ns_ = 0;
   bool stopped_ = false;
 };
 
@@ -165,7 +193,11 @@ void wait_until_ns(int64_t deadline_ns) {
 }
 
 void run_at_ns(int64_t deadline_ns, std::function<void()> action) {
-  the_timer().add(deadline_ns, std::move(action));
+  the_timer().add(deadline_ns, std::move(action), true);
+}
+
+void run_aside(std::function<void()> action) {
+  the_timer().add(0, std::move(action), false); // before those that wait for their turn
 }
 
 void stop_timer() {

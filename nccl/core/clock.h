@@ -14,9 +14,12 @@ int64_t now_ns();
 void wait_until_ns(int64_t deadline_ns);
 
 // Runs `action` at `deadline_ns` on a thread of its own, which starts at first
-// use (so that a process may fork before). Actions start in the order of their
-// deadlines; one that waits for another does not hold it up.
+// use (so that a process may fork before). Actions run one after the other in the order of
+// their deadlines; one that waits for another holds it up for 5 ms at most.
 void run_at_ns(int64_t deadline_ns, std::function<void()> action);
+
+// Runs `action` at once on such a thread, beside those actions.
+void run_aside(std::function<void()> action);
 
 // Runs what is pending, at once, and ends the threads; actions that are added
 // later run in the adding thread. For the end of the process.

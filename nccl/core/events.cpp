@@ -73,9 +73,11 @@ std::vector<Event> events_of(const World::Events& happened, int64_t end_ns) {
     }
     if (first == of_call) {
       const auto& c = happened.calls[call++];
+      const bool is_known = c.release && c.release->poll();
+      const int64_t duration_ns = is_known ? c.release->end_ns() - c.arrival_ns : 0;
       event_of_call[c.call] = sequence.add(
           Event{kind_of(c), c.stream, c.position.mark, c.call, -1, c.arrival_ns,
-                std::max<int64_t>(0, c.release_ns - c.arrival_ns)},
+                std::max<int64_t>(0, duration_ns)},
           c.returned_ns);
     } else if (first == of_wait) {
       const auto& w = happened.waits[wait++];

@@ -73,6 +73,10 @@ Group::Group(int id, std::vector<int> members, int my_rank, int creation)
   rank_ = static_cast<int>(me - members_.begin());
 }
 
+bool Group::is_mate(int group_rank) const {
+  return std::binary_search(mates_.begin(), mates_.end(), group_rank);
+}
+
 Position Group::advance(Counter& counter, int64_t mark) {
   if (counter.mark != mark) {
     counter.mark = mark;

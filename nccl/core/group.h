@@ -38,6 +38,13 @@ class Group {
   // Same text on every member: digest of the members, '#', creation index.
   const std::string& identity() const { return identity_; }
 
+  // Members that run for real in processes of this host, this rank among them, as
+  // ascending group ranks; none where nobody but this rank does.
+  const std::vector<int>& mates() const { return mates_; }
+  void set_mates(std::vector<int> group_ranks) { mates_ = std::move(group_ranks); }
+  bool is_mate(int group_rank) const;
+  bool all_mates() const { return mates_.size() > 1 && mates_.size() == members_.size(); }
+
   // What the program calls it, as last heard.
   const std::string& description() const { return description_; }
   void describe(const std::string& text) { description_ = text; }
@@ -72,6 +79,7 @@ class Group {
   int id_;
   std::vector<int> members_;
   int rank_;
+  std::vector<int> mates_;
   int creation_;
   std::string signature_;
   std::string identity_;

@@ -20,28 +20,28 @@ std::shared_ptr<World>& world_slot() {
   return *slot;
 }
 
-class FixedRelease : public ReleaseRule {
- public:
-  explicit FixedRelease(int64_t transfer_ns) : transfer_ns_(transfer_ns) {}
-  int64_t release_ns(const CallRecord&, int64_t arrival_ns) override {
-    return arrival_ns + transfer_ns_;
-  }
-
- private:
-  int64_t transfer_ns_;
-};
-
 } // namespace
 
 std::shared_ptr<World> the_world() { return world_slot(); }
 void set_world(std::shared_ptr<World> world) { world_slot() = std::move(world); }
 
-std::shared_ptr<ReleaseRule> fixed_release(int64_t transfer_ns) {
-  return std::make_shared<FixedRelease>(transfer_ns);
-}
-
 World::World(int rank, int size, uint64_t seed)
     : rank_(rank), size_(size), seed_(seed), rule_(fixed_release(0)) {}
+
+void World::set_mates(std::vector<int> ranks, int64_t limit_ms) {
+  std::sort(ranks.begin(), ranks.end());
+  const bool twice = std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end();
+  if (twice || !std::binary_search(ranks.begin(), ranks.end(), rank_) || ranks.front() < 0 ||
+      ranks.back() >= size_) {
+    throw std::invalid_argument(
+        "These are no ranks that run side by side. " + std::to_string(ranks.size()) +
+        " ranks were given to rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+        ". Give different ranks of the world, this one among them.");
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  mates_ = std::move(ranks);
+  mates_limit_ms_ = limit_ms;
+}
 
 std::shared_ptr<Group> World::create_group(std::vector<int> members) {
   if (members.empty()) {
@@ -52,6 +52,17 @@ std::shared_ptr<Group> World::create_group(std::vector<int> members) {
   const int creation = created_[members]++;
   auto group = std::make_shared<Group>(
       static_cast<int>(groups_.size()), std::move(members), rank_, creation);
+  if (mates_.size() > 1) {
+    std::vector<int> mates;
+    for (int v = 0; v < group->size(); ++v) {
+      if (std::binary_search(mates_.begin(), mates_.end(), group->global(v))) {
+        mates.push_back(v);
+      }
+    }
+    if (mates.size() > 1) {
+      group->set_mates(std::move(mates));
+    }
+  }
   groups_.push_back(group);
   return group;
 }
@@ -82,22 +93,42 @@ int World::size_of_group_named_in(const std::string& store_key, int otherwise) c
   return size;
 }
 
-CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns) {
-  return arrive(call, group, arrival_ns, -1);
+CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns,
+                         Transport transport) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  CallRecord record = make_record(call, group, arrival_ns);
+  record.transport = transport;
+  if (trace_) {
+    record.captured_call = trace_->follow(record, group);
+  }
+  if (transport != Transport::real) {
+    record.release = rule_->arrive(record, group);
+  }
+  keep(record);
+  return record;
 }
 
-CallRecord World::arrive(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns) {
+CallRecord World::record(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
+  CallRecord record = make_record(call, group, arrival_ns);
+  record.release = known_release(arrival_ns, release_ns);
+  keep(record);
+  return record;
+}
+
+CallRecord World::make_record(const Call& call, Group& group, int64_t arrival_ns) {
   CallRecord record = make_call_record(call, group, num_calls_++, mark_);
   record.batch_in_mark = call.batch < 0 ? -1 : call.batch - batches_at_mark_;
   record.arrival_ns = arrival_ns;
-  record.release_ns = release_ns >= 0 ? release_ns : rule_->release_ns(record, arrival_ns);
   record.event = num_events_++;
   record.returned_ns = arrival_ns;
+  return record;
+}
+
+void World::keep(const CallRecord& record) {
   if (keep_records_) {
     records_.push_back(record);
   }
-  return record;
 }
 
 void World::keep_records(bool keep) {
@@ -144,11 +175,30 @@ void World::mark(bool by_hand) {
   marked_by_hand_ |= by_hand;
   if (by_hand == marked_by_hand_) {
     ++mark_;
+    const int64_t at_ns = now_ns();
+    const int64_t computed_ns = computed_since_mark(lane, at_ns);
     if (keep_records_) {
-      mark_times_.push_back(Mark{num_events_++, lane, now_ns()});
+      mark_times_.push_back(Mark{num_events_++, lane, at_ns});
     }
     batches_at_mark_ = num_batches_;
+    rule_->marked(mark_, at_ns, computed_ns);
   }
+}
+
+int64_t World::computed_since_mark(int64_t lane, int64_t at_ns) {
+  if (!keep_records_ || mark_times_.empty() || mark_times_.back().lane != lane) {
+    counted_waits_ = waits_.size();
+    return -1;
+  }
+  const int64_t since_ns = mark_times_.back().at_ns;
+  int64_t computed_ns = at_ns - since_ns;
+  for (; counted_waits_ < waits_.size(); ++counted_waits_) {
+    const Wait& wait = waits_[counted_waits_];
+    if (wait.lane == lane) {
+      computed_ns -= wait.end_ns - std::max(wait.begin_ns, since_ns);
+    }
+  }
+  return std::max<int64_t>(0, computed_ns);
 }
 
 int64_t World::new_batch() {

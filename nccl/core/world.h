@@ -16,6 +16,8 @@
 
 #include "core/call_record.h"
 #include "core/group.h"
+#include "core/release.h"
+#include "core/trace.h"
 
 namespace crystal {
 
@@ -43,13 +45,6 @@ struct Invented {
   std::string how; // "mirrored", "zeros", "kept"
 };
 
-// When a call ends that arrived at `arrival_ns`.
-class ReleaseRule {
- public:
-  virtual ~ReleaseRule() = default;
-  virtual int64_t release_ns(const CallRecord& record, int64_t arrival_ns) = 0;
-};
-
 class World {
  public:
   World(int rank, int size, uint64_t seed);
@@ -57,6 +52,12 @@ class World {
   int rank() const { return rank_; }
   int size() const { return size_; }
   uint64_t seed() const { return seed_; }
+
+  // --- mates: the ranks that run for real side by side in processes of this host,
+  // this one among them. To be set before the first group is created. What is
+  // exchanged with one may take `limit_ms`; 0 leaves it to the group's timeout.
+  void set_mates(std::vector<int> ranks, int64_t limit_ms);
+  int64_t mates_limit_ms() const { return mates_limit_ms_; }
 
   // --- groups. Members must be given in group order; empty means everybody.
   std::shared_ptr<Group> create_group(std::vector<int> members);
@@ -67,10 +68,11 @@ class World {
   int size_of_group_named_in(const std::string& store_key, int otherwise) const;
 
   // --- calls
-  // Makes the record of a call that has just arrived, and its release time.
-  CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns);
+  // Makes the record of a call that has just arrived, and asks when it ends.
+  CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns,
+                    Transport transport = Transport::timed);
   // Records a call that was made elsewhere and ended then.
-  CallRecord arrive(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns);
+  CallRecord record(const Call& call, Group& group, int64_t arrival_ns, int64_t release_ns);
   // The caller of `call` goes on; how long the call itself took is no computation.
   void returned(int64_t call, int64_t at_ns);
   void waited(int64_t call, int64_t begin_ns, int64_t end_ns);
@@ -98,6 +100,10 @@ class World {
   Events events() const;
   int64_t num_calls() const;
   void set_release_rule(std::shared_ptr<ReleaseRule> rule) { rule_ = std::move(rule); }
+  const std::shared_ptr<ReleaseRule>& release_rule() const { return rule_; }
+  // From here on calls have to be those of a trace.
+  void follow(std::shared_ptr<Trace> trace) { trace_ = std::move(trace); }
+  const std::shared_ptr<Trace>& trace() const { return trace_; }
   // Begins an iteration: payload positions count from here. Once a program sets
   // its marks by hand, others are ignored.
   void mark(bool by_hand);
@@ -156,15 +162,24 @@ class World {
 
   // --- memory, where the allocator reports it
   void keep_memory(bool keep) { keep_memory_ = keep; }
+  bool keeps_memory() const { return keep_memory_; }
   void allocated(int64_t bytes);
 
  private:
+  // Time that this thread has not spent in waits since its last mark; -1 if records are not
+  // kept, or another thread set that.
+  int64_t computed_since_mark(int64_t lane, int64_t at_ns);
+
+  CallRecord make_record(const Call& call, Group& group, int64_t arrival_ns); // with the lock
+  void keep(const CallRecord& record);
   // Group identity, sequence number.
   using PayloadKey = std::pair<std::string, int64_t>;
 
   const int rank_;
   const int size_;
   const uint64_t seed_;
+  std::vector<int> mates_; // sorted
+  int64_t mates_limit_ms_ = 0;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::map<std::vector<int>, int> created_; // groups so far, by members
@@ -173,6 +188,7 @@ class World {
   std::vector<CallRecord> records_;
   std::vector<Wait> waits_;
   std::vector<Mark> mark_times_;
+  size_t counted_waits_ = 0; // at the last mark
   int64_t begin_ns_ = 0;
   int64_t num_events_ = 0;
   std::atomic<bool> keep_records_{false};
@@ -180,7 +196,8 @@ class World {
   int64_t num_batches_ = 0;
   int64_t batches_at_mark_ = 0;
   std::map<int, std::deque<std::string>> to_self_;
-  int64_t mark_ = 0;
+  std::shared_ptr<Trace> trace_;
+  std::atomic<int64_t> mark_{0};
   bool marked_by_hand_ = false;
   std::shared_ptr<ReleaseRule> rule_;
   std::map<PayloadKey, std::shared_ptr<CallPayloads>> payloads_;
@@ -200,8 +217,5 @@ class World {
 // The process's world; null before set_world().
 std::shared_ptr<World> the_world();
 void set_world(std::shared_ptr<World> world);
-
-// Every call ends `transfer_ns` after it arrived.
-std::shared_ptr<ReleaseRule> fixed_release(int64_t transfer_ns);
 
 } // namespace crystal

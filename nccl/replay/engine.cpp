@@ -215,6 +215,9 @@ void Engine::advance(int32_t index) {
         if (!rank_factors_.empty()) {
           ns = scaled(ns, rank_factors_[lane.rank]);
         }
+        if (slowness_ != 1.0) {
+          ns = scaled(ns, slowness_);
+        }
         if (rank.is_perturbed) {
           ns = perturbed(lane, index, ns);
         }

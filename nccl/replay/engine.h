@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <queue>
 #include <stdexcept>
 #include <string>
@@ -55,6 +56,9 @@ class Engine {
   void arrive(int32_t rank, const crystal_instruction& call, int64_t at_ns, int64_t ticket);
   // An iteration of an external rank ends.
   void mark(int32_t rank, int64_t at_ns);
+  // An external rank computes so many times as long as its durations say. Ranks that are not
+  // external do from here on, too; by the mean of those that tell.
+  void set_slowness(int32_t rank, double factor);
   // An external rank makes no more calls.
   void finish(int32_t rank);
   // Up to so many lanes go on; false if none could.
@@ -290,6 +294,8 @@ class Engine {
   int32_t free_instance_ = kNone;
   Durations durations_;
   std::vector<double> rank_factors_;
+  std::map<int32_t, double> slowness_of_; // by external rank
+  double slowness_ = 1.0;
   std::vector<double> link_factors_;
   std::vector<int32_t> link_classes_;
   int32_t num_link_classes_ = 0;

@@ -132,6 +132,15 @@ void Engine::mark(int32_t rank, int64_t at_ns) {
   set_horizon();
 }
 
+void Engine::set_slowness(int32_t rank, double factor) {
+  slowness_of_[rank] = factor;
+  double sum = 0;
+  for (const auto& [teller, told] : slowness_of_) {
+    sum += told;
+  }
+  slowness_ = sum / static_cast<double>(slowness_of_.size());
+}
+
 void Engine::finish(int32_t rank) {
   ranks_.at(rank).has_finished = true;
   set_horizon();

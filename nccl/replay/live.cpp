@@ -170,6 +170,9 @@ void Live::take(const Request& request) {
     case Ask::kMark:
       engine_->mark(request.rank, request.at_ns);
       break;
+    case Ask::kSlowness:
+      engine_->set_slowness(request.rank, request.slowness);
+      break;
     case Ask::kFinish:
       has_finished_[request.rank] = 1;
       engine_->finish(request.rank);

@@ -41,6 +41,22 @@ crystal_client* client_of(std::shared_ptr<Segment> segment, int32_t rank, int32_
       std::make_unique<Client>(std::move(segment), rank, num_threads, std::move(helper))};
 }
 
+int wait_of(crystal_client* client, int64_t ticket, int64_t limit_ns, bool counts,
+            crystal_release* release) {
+  return static_cast<int>(guarded([&] {
+    std::string reason;
+    if (client->client->wait(ticket, std::max<int64_t>(limit_ns, 0), counts, release, &reason)) {
+      return 0;
+    }
+    if (limit_ns > 0) {
+      message = "A call is not released within its limit. " + reason + ", limit " +
+          std::to_string(limit_ns) +
+          " ns. Look at the rank that is named last, or give a longer limit.";
+    }
+    return static_cast<int>(CRYSTAL_REPLAY_TIMEOUT);
+  }));
+}
+
 } // namespace
 
 extern "C" {
@@ -132,20 +148,21 @@ int crystal_client_mark(crystal_client* client, int64_t at_ns) {
   }));
 }
 
+int crystal_client_slowness(crystal_client* client, double factor) {
+  return static_cast<int>(guarded([&] {
+    client->client->tell_slowness(factor);
+    return 0;
+  }));
+}
+
 int crystal_client_wait(
     crystal_client* client, int64_t ticket, int64_t limit_ns, crystal_release* release) {
-  return static_cast<int>(guarded([&] {
-    std::string reason;
-    if (client->client->wait(ticket, std::max<int64_t>(limit_ns, 0), release, &reason)) {
-      return 0;
-    }
-    if (limit_ns > 0) {
-      message = "A call is not released within its limit. " + reason + ", limit " +
-          std::to_string(limit_ns) +
-          " ns. Look at the rank that is named last, or give a longer limit.";
-    }
-    return static_cast<int>(CRYSTAL_REPLAY_TIMEOUT);
-  }));
+  return wait_of(client, ticket, limit_ns, true, release);
+}
+
+int crystal_client_watch(
+    crystal_client* client, int64_t ticket, int64_t limit_ns, crystal_release* release) {
+  return wait_of(client, ticket, limit_ns, false, release);
 }
 
 int crystal_client_wait_until(crystal_client* client, int64_t at_ns) {

@@ -18,7 +18,7 @@ inline int64_t monotonic_ns() {
   return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 
-enum class Ask : int32_t { kArrive, kMark, kFinish, kExplain };
+enum class Ask : int32_t { kArrive, kMark, kFinish, kExplain, kSlowness };
 
 struct Request {
   crystal_instruction call{};
@@ -27,6 +27,7 @@ struct Request {
   int64_t ticket = 0;
   int64_t at_ns = 0;    // when the rank arrived, or its iteration ended
   int64_t asked_ns = 0; // when the request was made
+  double slowness = 1.0;
 };
 
 class Port {

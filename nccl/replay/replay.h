@@ -275,6 +275,9 @@ CRYSTAL_REPLAY_API int64_t crystal_client_arrive(
     crystal_client*, const crystal_instruction* call, int64_t at_ns);
 /* An iteration of the rank ends. */
 CRYSTAL_REPLAY_API int crystal_client_mark(crystal_client*, int64_t at_ns);
+/* From here on virtual ranks compute `factor` times as long as their durations say; of several
+ * ranks that tell one, by their mean. What is computed already stays. */
+CRYSTAL_REPLAY_API int crystal_client_slowness(crystal_client*, double factor);
 typedef struct {
   int64_t start_ns; /* of the transfer */
   int64_t end_ns;   /* when the call is to be released; it may be past (late) or to come */
@@ -283,6 +286,9 @@ typedef struct {
  * with a message that says what the call waits for; 0 only looks. A ticket can be waited
  * for until 1024 later ones have been given, INVALID afterwards. */
 CRYSTAL_REPLAY_API int crystal_client_wait(
+    crystal_client*, int64_t ticket, int64_t limit_ns, crystal_release* release);
+/* The same for a thread that makes no calls of its own: the rank does not count as waiting. */
+CRYSTAL_REPLAY_API int crystal_client_watch(
     crystal_client*, int64_t ticket, int64_t limit_ns, crystal_release* release);
 /* Returns at this time of the run: sleeps, spins over the last client_spin_ns, and computes
  * ahead instead of sleeping where this process may. What a release is waited out with. */

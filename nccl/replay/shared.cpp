@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <charconv>
 #include <climits>
+#include <cmath>
 #include <cstring>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -253,7 +254,7 @@ void SharedPort::deliver(int32_t rank, int64_t ticket, int64_t start_ns, int64_t
   slot.start_ns.store(start_ns, std::memory_order_release);
   slot.end_ns.store(end_ns, std::memory_order_release);
   slot.word.store(word_of(ticket, kKnown));
-  if (slot.waiters.load() > 0) {
+  if (slot.waiters.load() > 0 || slot.watchers.load() > 0) {
     futex_wake(&slot.word, INT_MAX);
   }
 }
@@ -425,6 +426,21 @@ void Client::mark(int64_t at_ns) {
   nudge();
 }
 
+void Client::tell_slowness(double factor) {
+  if (!(factor > 0) || !std::isfinite(factor)) {
+    throw Failure(CRYSTAL_REPLAY_INVALID,
+                  "A slowness cannot be. Rank " + std::to_string(rank_) + ", factor " +
+                      std::to_string(factor) + ". Give a positive number.");
+  }
+  const std::lock_guard guard(push_lock_);
+  check_open();
+  Request request;
+  request.ask = Ask::kSlowness;
+  request.asked_ns = now_ns();
+  request.slowness = factor;
+  push(request); // nobody waits for it
+}
+
 void Client::push(const Request& request) {
   const uint64_t tail = side_->tail.load(std::memory_order_relaxed);
   int64_t limit = 0;
@@ -458,7 +474,7 @@ void Client::nudge() {
   }
 }
 
-bool Client::wait(int64_t ticket, int64_t limit_ns, crystal_release* release,
+bool Client::wait(int64_t ticket, int64_t limit_ns, bool counts, crystal_release* release,
                   std::string* reason) {
   Slot& slot = side_->slots[ticket % kMostOpen];
   const uint32_t pending = word_of(ticket, kPending), known = word_of(ticket, kKnown);
@@ -504,7 +520,7 @@ bool Client::wait(int64_t ticket, int64_t limit_ns, crystal_release* release,
       continue;
     }
     check_engine();
-    rest(slot, pending, std::min(limit_ns - (now - begun), kSliceNs), spins);
+    rest(slot, pending, std::min(limit_ns - (now - begun), kSliceNs), counts, spins);
   }
 }
 
@@ -530,9 +546,11 @@ void Client::wait_until(int64_t at_ns) {
   }
 }
 
-void Client::rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool spins) {
-  slot.waiters.fetch_add(1);
-  side_->waiting.fetch_add(1);
+void Client::rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool counts,
+                  bool spins) {
+  auto& here = counts ? slot.waiters : slot.watchers;
+  here.fetch_add(1);
+  side_->waiting.fetch_add(counts);
   if (helper_ && !helper_->has_thread() && helper_->look()) {
     // There was something to do, which may have been what is waited for.
   } else if (spins && (!helper_ || helper_->has_thread())) {
@@ -543,8 +561,8 @@ void Client::rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool spins) {
   } else {
     futex_wait(&slot.word, pending, limit_ns);
   }
-  side_->waiting.fetch_sub(1);
-  slot.waiters.fetch_sub(1);
+  side_->waiting.fetch_sub(counts);
+  here.fetch_sub(1);
 }
 
 std::string Client::explain(int64_t ticket, int32_t call) {

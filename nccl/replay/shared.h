@@ -29,6 +29,7 @@ inline constexpr int64_t kMostOpen = 1024;
 struct alignas(64) Slot {
   std::atomic<uint32_t> word{0}; // low bits of the ticket, and its state: a futex
   std::atomic<int32_t> waiters{0};
+  std::atomic<int32_t> watchers{0}; // who wait, but whose rank does not count as waiting
   std::atomic<int32_t> call{0};
   std::atomic<int64_t> start_ns{0};
   std::atomic<int64_t> end_ns{0};
@@ -134,8 +135,11 @@ class Client {
   // Its ticket. A time of -1 is now.
   int64_t arrive(const crystal_instruction& call, int64_t at_ns);
   void mark(int64_t at_ns);
+  void tell_slowness(double factor);
   // False at the limit, where `reason` (if any) says what the call waits for.
-  bool wait(int64_t ticket, int64_t limit_ns, crystal_release* release, std::string* reason);
+  // With `counts` the rank makes no call of this thread in the meantime.
+  bool wait(int64_t ticket, int64_t limit_ns, bool counts, crystal_release* release,
+            std::string* reason);
   // Until this time; computes in the meantime if it can.
   void wait_until(int64_t at_ns);
   int64_t now_ns() const { return monotonic_ns() - segment_->header().epoch_ns; }
@@ -147,7 +151,7 @@ class Client {
   void check_open() const;
   void check_engine() const;
   // Waits a while, visibly to the engine.
-  void rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool spins);
+  void rest(Slot& slot, uint32_t pending, int64_t limit_ns, bool counts, bool spins);
   std::string explain(int64_t ticket, int32_t call);
 
   std::shared_ptr<Segment> segment_;

@@ -8,6 +8,10 @@ from crystalllm_patches.torch import (
     dtensor_distribution,
     gloo_backend,
     initialised_buffers,
+    mates,
+    memory_modules,
+    memory_optimizers,
+    memory_sharded,
     nccl_without_cuda,
     object_collectives,
     optimizer_marks,
@@ -18,6 +22,7 @@ from crystalllm_patches.torch import (
 )
 
 PATCHES = (
+    mates.PATCH,  # first, since it takes classes that others replace
     stores.PATCH,
     gloo_backend.PATCH,
     nccl_without_cuda.PATCH,
@@ -35,3 +40,5 @@ PATCHES = (
 )
 # Where peers are real and calls are only recorded.
 RECORDING = (recorded_gloo.PATCH, optimizer_marks.PATCH)
+# Where an account of memory is kept.
+MEMORY = (memory_modules.PATCH, memory_optimizers.PATCH, *memory_sharded.PATCHES)

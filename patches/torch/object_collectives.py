@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import wrapt
 from crystalllm_patches.torch.stand_in import standing_in
+from crystalllm_patches.torch.unwatched import unwatched
 from crystalllm_patches.torch.versions import SUPPORTED
 
 from crystalllm import native
@@ -21,8 +22,8 @@ def apply(module: ModuleType) -> None:
     receive sizes and pickled bytes from a virtual rank. Invented bytes don't
     unpickle.
 
-    Change: where the payload book has nothing, the sender is taken to hold what
-    this rank holds itself (its own list), and the run is marked unverified;
+    Change: where the payload book has nothing, a virtual sender is taken to hold
+    what this rank holds itself (its own list), and the run is marked unverified;
     where this rank holds nothing, an error says so. The calls are torch's own.
 
     Effect on numbers: sizes of objects are this rank's instead of the sender's.
@@ -67,6 +68,8 @@ class _Mirror:
         world = native.load().the_world()
         device = torch.device(self.c10d._get_object_coll_device(pg))
         members = pg._get_backend(device).crystal_group
+        if members.is_mate(group_source):
+            return wrapped(*args, **kwargs)
         root = members.members[group_source]
         seq, peer = self.position(members, group_source)
         if world.has_live_source or world.has_payload(members, seq, root, peer):
@@ -100,8 +103,9 @@ class _Mirror:
         return [("int64", _bytes(sizes)), ("uint8", b"".join(pickled))]
 
     def pickled(self, pg: Any, objects: Sequence[Any]) -> tuple[list[bytes], list[int]]:
-        made = [self.c10d._object_to_tensor(o, "cpu", pg)[0] for o in objects]
-        pickled = [tensor.numpy().tobytes() for tensor in made]
+        with unwatched():
+            made = [self.c10d._object_to_tensor(o, "cpu", pg)[0] for o in objects]
+            pickled = [tensor.numpy().tobytes() for tensor in made]
         return pickled, [len(p) for p in pickled]
 
 

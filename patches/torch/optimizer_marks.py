@@ -7,7 +7,7 @@ from typing import Any
 
 from crystalllm_patches.torch.versions import SUPPORTED
 
-from crystalllm import native
+from crystalllm import marks
 from crystalllm.patching import Patch
 
 
@@ -24,7 +24,7 @@ def apply(module: ModuleType) -> None:
     """
 
     def propose(*_: Any) -> None:
-        native.load().the_world().mark(by_hand=False)
+        marks.mark(by_hand=False)
 
     module.register_optimizer_step_post_hook(propose)
 

@@ -45,6 +45,8 @@ def _voting_from(module: ModuleType, step: int) -> Callable[..., Any]:
         group = stage.group if stage.group is not None else module.dist.group.WORLD
         members = group._get_backend(stage.device).crystal_group
         source = stage.stage_index_to_group_rank[neighbour]
+        if members.is_mate(source):
+            return wrapped(*args, **kwargs)
         seq = members.num_received(source)
         address = (members.members[source], members.members[members.rank])
         if world.has_live_source or world.has_payload(members, seq, *address):

@@ -11,6 +11,8 @@ from pathlib import Path
 import gpt_worlds
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 # Sums in another order. Measured on torch 2.11 and 2.13: at most 3e-7 in fp32, 1.3e-3 in bf16.
 RELATIVE = 1e-5
 RELATIVE_BF16 = 1e-2

@@ -10,6 +10,7 @@ import pytest
 import small_capture
 
 from crystalllm import inspect, records, tables
+from crystalllm.chosen import ranks_at
 from crystalllm.errors import UserError
 from crystalllm.show import show, show_calls
 
@@ -78,13 +79,14 @@ def test_the_calls_of_a_captured_and_of_an_inferred_rank(capture):
     ("text", "expected"), [("pp=1,tp=1", (5, 2)), ("pp=1, dp=1, tp=0", (6, 1)), ("tp=0", (0, 4))]
 )
 def test_ranks_by_coordinates(capture, text, expected):
-    assert inspect.rank_at(capture, text) == expected
+    found = ranks_at(capture.axes, text)
+    assert (found[0], len(found)) == expected
 
 
 @pytest.mark.parametrize("text", ["xp=1", "pp=2", "pp=-1", "pp", "pp=1,,", "", "pp=one"])
 def test_wrong_coordinates_name_the_legal_ones(capture, text):
     with pytest.raises(UserError, match=r"pp from 0 to 1; dp from 0 to 1; tp from 0 to 1"):
-        inspect.rank_at(capture, text)
+        ranks_at(capture.axes, text)
 
 
 def test_wrong_ranks_name_the_legal_ones(capture):

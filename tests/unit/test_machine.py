@@ -65,9 +65,9 @@ def test_a_build_without_a_compiler_says_so(monkeypatch, tmp_path):
 def test_every_patch_is_documented():
     import crystalllm_patches
 
-    ids = [patch.id for patch in crystalllm_patches.ALL]
+    ids = [patch.id for patch in crystalllm_patches.KNOWN]
     assert len(ids) == len(set(ids))
-    for patch in crystalllm_patches.ALL:
+    for patch in crystalllm_patches.KNOWN:
         for part in ("Problem", "Change", "Effect on numbers", "Turn off"):
             assert part in patch.documentation, patch.id
         assert patch.id in patch.documentation, "says how to turn it off"

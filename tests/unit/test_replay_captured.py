@@ -18,6 +18,7 @@ from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.engine import DeadlockError, Engine
 from crystalllm.replay.offline import replay
 from crystalllm.replay.world import Durations, Lane, Program, Rank, World
+from crystalllm.transfers.uniform import uniform_transfers
 
 # Two stages of two ranks: gradients within a stage, activations between them, a
 # broadcast, messages in a batch, and tokens exchanged in changing numbers.
@@ -76,7 +77,7 @@ def captured(tmp_path_factory, virtual):
 def durations(captured):
     found = program.Capture.read(captured)
     table = found.captured_durations()
-    table.transfers = program.uniform_transfers(found.calls, latency_ns=5000, bytes_per_s=1e9)
+    table.transfers = uniform_transfers(found.calls, latency_ns=5000, bytes_per_s=1e9)
     return table
 
 
@@ -140,6 +141,14 @@ def test_the_results_are_tables(captured, durations, tmp_path):
     assert (path["start_ns"].to_numpy()[:-1] == path["end_ns"].to_numpy()[1:]).all()
     assert path["end_ns"].iloc[0] == frame["end_ns"].max()
     assert 0 < found["iteration_ns"] <= frame["end_ns"].max()
+    # What the critical path rests on is all of it.
+    sources = found["sources"]
+    assert set(sources["compute"]) == {"captured"}
+    assert set(sources["transfers"]) == {"model"}
+    in_steps = path["end_ns"] - path["start_ns"]
+    computed = in_steps[path["what"] == "RUN"].sum() / in_steps.sum()
+    assert sources["compute"]["captured"] == pytest.approx(computed, abs=1e-5)
+    assert sources["transfers"]["model"] == pytest.approx(1 - computed, abs=1e-5)
     again = tmp_path / "again"
     replay(program.Capture.read(captured), again, durations, iterations=3, ranks=[0, 3])
     for name in ("iterations", "calls", "critical_path"):
@@ -302,7 +311,7 @@ def test_a_circle_is_named_with_ranks_calls_and_groups(tmp_path, virtual):
     assert "relies on buffering" in found["warnings"][0]
     both_send = program.Capture.read(tmp_path)
     table = both_send.captured_durations()
-    table.transfers = program.uniform_transfers(both_send.calls, latency_ns=1000, bytes_per_s=1e9)
+    table.transfers = uniform_transfers(both_send.calls, latency_ns=1000, bytes_per_s=1e9)
     out = tmp_path / "out"
     assert replay(both_send, out, table, iterations=2, eager_bytes=1000)["iteration_ns"] > 0
     with pytest.raises(

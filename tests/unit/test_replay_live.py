@@ -87,6 +87,37 @@ def small(num_ranks: int = 3, *, iterations_meet: bool = True) -> World:
 # --- times ---------------------------------------------------------------------------
 
 
+def test_virtual_ranks_are_as_slow_as_the_others_tell() -> None:
+    with Live(small(3), external=[0, 1], num_iterations=4, ahead=0) as live:
+        clients = [live.client(0), live.client(1)]
+
+        def meet(at_ns: int) -> int:
+            """When the meeting of an iteration starts: rank 2 decides."""
+            tickets = [client.arrive(meeting(7), at_ns) for client in clients]
+            found = [c.wait(t, LIMIT_S) for c, t in zip(clients, tickets, strict=True)]
+            assert found[0] == found[1]
+            for client in clients:
+                client.mark(found[0].end_ns)
+            return found[0].start_ns
+
+        assert meet(0) == 1_000_000
+        end = 1_100_000
+        clients[0].tell_slowness(2.0)
+        assert meet(end) == end + 2_000_000
+        end += 2_100_000
+        clients[1].tell_slowness(3.0)  # their mean is 2.5
+        assert meet(end) == end + 2_500_000
+        end += 2_600_000
+        for client in clients:
+            client.tell_slowness(0.5)
+        assert meet(end) == end + 500_000
+        for factor in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ReplayError, match=r"slowness cannot be. Rank 0"):
+                clients[0].tell_slowness(factor)
+        for client in clients:
+            client.close()
+
+
 def _section(world: World, rank: int, lane: int, iteration: int, last: int) -> list[Instruction]:
     shape = world.programs[world.ranks[rank].program].lanes[lane]
     if iteration == 0:
@@ -656,6 +687,7 @@ def test_eager_sender_is_not_held() -> None:
 # --- without Python --------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("sanitizer", ["", "address,undefined", "thread"])
 def test_in_cpp(tmp_path: Path, sanitizer: str) -> None:
     compiler = os.environ.get("CXX", "g++")

@@ -518,6 +518,7 @@ GPT = (
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["pp-vp-cp-dp", "moe"])
 def test_the_bundled_gpt(name, captured, made):
     parallelism, more = {

@@ -189,6 +189,8 @@ def test_an_interrupt_ends_it_and_leaves_the_calls(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        # Tests that are started in the background ignore it, and would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "ready\n"
     start = time.perf_counter()

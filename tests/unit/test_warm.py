@@ -57,3 +57,25 @@ def test_a_rank_past_its_limit_is_killed(virtual):
 def test_what_cannot_be_pickled_is_an_error(virtual):
     with pytest.raises(RankError, match="pickle"):
         virtual(lambda: lambda: 1, backend=None)
+
+
+def test_forks_at_the_same_time_leave_an_outcome_each(virtual, tmp_path):
+    def program():
+        rank = int(os.environ["RANK"])
+        (tmp_path / str(rank)).touch()
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if rank == 1:
+            raise LookupError("gone")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank, len(list(tmp_path.iterdir()))
+
+    before = set(psutil.Process().children())
+    identities = [Identity(rank=rank, world_size=8) for rank in (3, 1, 2, 0)]
+    three, one, two, zero = warm.call_together(program, identities, limit_s=60)
+    assert (three.value, zero.value) == ((3, 4), (0, 4))
+    assert (one.error.kind, one.value) == ("LookupError", None)
+    assert "died with signal SIGKILL" in str(two.error)
+    assert set(psutil.Process().children()) == before
