@@ -1,0 +1,62 @@
+# Reads: summaries of all runs. Writes: results/table.*, infeasible.tsv. Needs a GPU: no.
+
+
+rule table:
+    """What came of all cases, in one table."""
+    input:
+        # By name as well: a function that asks for plans stops at the first that is to come,
+        # and a dry run would not show the others.
+        plans=collect(rules.plan.output.plan, job=FOLDERS),
+        summaries=summaries,
+    output:
+        table=f"{RESULTS}/table.tsv",
+        text=f"{RESULTS}/table.txt",
+        infeasible=f"{RESULTS}/infeasible.tsv",
+        done=touch(TABLED),
+    log:
+        f"{RESULTS}/.build/table.log",
+    localrule: True
+    params:
+        cases=[[case.folder, case.run, case.sweep, case.values] for case in CASES],
+        infeasible=[[one.sweep, one.values, one.reason] for one in INFEASIBLE],
+        library=sources.library_digest("table"),
+    message:
+        "Putting the results together"
+    script:
+        "../scripts/table.py"
+
+
+rule verdict:
+    """Fails if a run has ended in a way that is no result; the table is there all the same."""
+    input:
+        table=rules.table.output.table,
+        tabled=rules.table.output.done,
+    output:
+        done=touch(ALL_RAN),
+    log:
+        f"{RESULTS}/.build/verdict.log",
+    localrule: True
+    message:
+        "Looking whether all runs have a result"
+    script:
+        "../scripts/verdict.py"
+
+
+onsuccess:
+    print_results()
+
+
+for _folder in FOLDERS:
+
+    rule:
+        name:
+            CLEAN[_folder]
+        log:
+            f"{RESULTS}/.build/clean.log",
+        localrule: True
+        params:
+            folder=f"{RESULTS}/{_folder}",
+        message:
+            "Removing {params.folder}"
+        shell:
+            "rm -rfv {params.folder:q} >{log:q}"
