@@ -91,25 +91,26 @@ def test_virtual_ranks_are_as_slow_as_the_others_tell() -> None:
     with Live(small(3), external=[0, 1], num_iterations=4, ahead=0) as live:
         clients = [live.client(0), live.client(1)]
 
-        def meet(at_ns: int) -> int:
-            """When the meeting of an iteration starts: rank 2 decides."""
+        def meet(at_ns: int, *told: float) -> int:
+            """When the meeting of an iteration starts: rank 2 decides. Then ranks tell.
+
+            What is told after a rank's mark may come when rank 2 has begun to compute.
+            """
             tickets = [client.arrive(meeting(7), at_ns) for client in clients]
             found = [c.wait(t, LIMIT_S) for c, t in zip(clients, tickets, strict=True)]
             assert found[0] == found[1]
+            for client, factor in zip(clients, told, strict=False):
+                client.tell_slowness(factor)
             for client in clients:
                 client.mark(found[0].end_ns)
             return found[0].start_ns
 
-        assert meet(0) == 1_000_000
+        assert meet(0, 2.0) == 1_000_000
         end = 1_100_000
-        clients[0].tell_slowness(2.0)
-        assert meet(end) == end + 2_000_000
+        assert meet(end, 2.0, 3.0) == end + 2_000_000
         end += 2_100_000
-        clients[1].tell_slowness(3.0)  # their mean is 2.5
-        assert meet(end) == end + 2_500_000
+        assert meet(end, 0.5, 0.5) == end + 2_500_000  # the mean of both
         end += 2_600_000
-        for client in clients:
-            client.tell_slowness(0.5)
         assert meet(end) == end + 500_000
         for factor in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(ReplayError, match=r"slowness cannot be. Rank 0"):
