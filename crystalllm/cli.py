@@ -881,7 +881,7 @@ def _build(args: argparse.Namespace, _: object) -> int:
 
 
 def _generate(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.config import generated_files
+    from crystalllm.generated import generated_files
 
     for path, text in generated_files().items():
         path.parent.mkdir(parents=True, exist_ok=True)

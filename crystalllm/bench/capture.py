@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from crystalllm.config import GPT_JOB, LARGE_GPT_JOB, Job
+from crystalllm.config import Job
+from crystalllm.shipped import GPT_JOB, LARGE_GPT_JOB
 
 _LIMIT_S = 1800.0
 _SAMPLE_EVERY_S = 2.0  # each sample reads the page tables of all ranks that run

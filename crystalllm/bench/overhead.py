@@ -25,12 +25,12 @@ import psutil
 
 from crystalllm import logical, sandbox, tables
 from crystalllm.capture import capture
-from crystalllm.config import GPT_JOB
 from crystalllm.emulate import cores_for
 from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.program import Capture
 from crystalllm.sandbox import outcome
 from crystalllm.sandbox.worker import Worker, assigned
+from crystalllm.shipped import GPT_JOB
 
 _RANK = 137
 _WARM_UP = 3

@@ -12,9 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from crystalllm.config import NVLINK_4, Cluster, Gpu, Link, Nodes
+from crystalllm.config import Cluster, Gpu, Link, Nodes
 from crystalllm.errors import UserError
 from crystalllm.placement import Placement
+from crystalllm.shipped import NVLINK_4
 from crystalllm.transfers import model, nccl_tests
 
 # Two H200 of one node, measured with CUDA graphs of 20 calls, so that no launch is in the

@@ -8,14 +8,14 @@ import jsonschema
 import pytest
 import yaml
 
-from crystalllm import config
+from crystalllm import config, generated, shipped
 from crystalllm.errors import UserError
 
 JOB = {"program": "train.py", "world_size": 64, "parallelism": {"tp": 4, "pp": 2, "dp": 8}}
 
 
 def _cluster(**changes):
-    data = config.H200_CLUSTER.model_dump(mode="json")
+    data = shipped.H200_CLUSTER.model_dump(mode="json")
     return {**data, **changes}
 
 
@@ -26,7 +26,7 @@ def _load(tmp_path, loader, data):
 
 
 def test_generated_files_are_up_to_date(root):
-    for path, text in config.generated_files().items():
+    for path, text in generated.generated_files().items():
         assert (root / path).read_text() == text, f"{path}: run python -m crystalllm generate"
 
 

@@ -11,12 +11,13 @@ import pytest
 
 import crystalllm
 from crystalllm.capture import capture
-from crystalllm.config import H200_CLUSTER, Cluster, load_job
+from crystalllm.config import Cluster, load_job
 from crystalllm.errors import UserError
 from crystalllm.placement import Placement
 from crystalllm.replay import program, reference
 from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.engine import Engine
+from crystalllm.shipped import H200_CLUSTER
 from crystalllm.transfers import check, model
 from crystalllm.transfers.resolve import transfer_durations
 from crystalllm.transfers.sizes import bus_factor, size_bytes
