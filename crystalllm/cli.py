@@ -688,6 +688,7 @@ def _planning(args: argparse.Namespace, _: object) -> int:
             files=args.nccl_tests,
             measured=out / "measured_transfers.parquet" if args.measure_gloo else None,
             measure_on=() if args.explain else cores or separate(),
+            later=args.measure_gloo and args.explain,
         ),
         "options": planning.Options(
             iterations=args.iterations,

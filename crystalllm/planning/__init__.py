@@ -22,9 +22,10 @@ from crystalllm.planning.passes import RunSlice, Say
 from crystalllm.planning.plan import Options, Plan, Slice
 from crystalllm.replay.durations import Duration, DurationTable
 from crystalllm.replay.program import Capture
+from crystalllm.tables import MEASURED_TRANSFERS
 from crystalllm.transfers.measured import MeasuredTransfers
+from crystalllm.transfers.resolve import ToBeMeasured, transfer_durations
 from crystalllm.transfers.resolve import measure as measure_transfers
-from crystalllm.transfers.resolve import transfer_durations
 from crystalllm.transfers.table import TransferTable
 
 __all__ = ["Options", "Plan", "explain", "planning", "run_share", "transfers_from"]
@@ -40,6 +41,7 @@ def transfers_from(
     files: Sequence[Path] = (),
     measured: Path | None = None,
     measure_on: Sequence[int] = (),
+    later: bool = False,
 ) -> Transfers:
     """Transfer times as they were measured, then from tables, then from the model.
 
@@ -50,13 +52,14 @@ def transfers_from(
         measured: Transfers between real gloo processes of this host, which are their own
             target then (`transfers.measured`).
         measure_on: Cores, one for each process, on which they are measured into
-            `measured` if that file is not there.
+            `measured` if that file is not there, or is of another capture.
+        later: Nothing is measured yet; what nothing else tells takes no time until it is.
 
     Raises:
         UserError: A file cannot be read, or nothing says how long transfers take.
     """
     name = cluster or job.cluster
-    if name is None and not files and measured is None:
+    if name is None and not files and measured is None and not later:
         raise UserError(
             "How long transfers take is not known",
             where="The job names no cluster, and there is no table",
@@ -67,13 +70,21 @@ def transfers_from(
     tables_ = [TransferTable.load(*files)] if files else []
 
     def find(captured: Capture) -> Mapping[str | tuple[str, str], Duration]:
-        if measured is not None and not measured.exists() and measure_on:
-            found = measure_transfers(captured, measure_on)
-            found.save(measured, provenance={"cores": list(measure_on)})
-        real = MeasuredTransfers.load(measured) if measured and measured.exists() else None
-        return transfer_durations(captured, cluster=model, tables=tables_, measured=real)
+        real = None
+        if measured is not None:
+            at = {"fingerprint": captured.structure["fingerprint"], "cores": list(measure_on)}
+            if measure_on and not _is_measured(measured, at):
+                measure_transfers(captured, measure_on).save(measured, provenance=at)
+            real = MeasuredTransfers.load(measured) if measured.exists() else None
+        sources = [*tables_, ToBeMeasured()] if later and model is None else tables_
+        return transfer_durations(captured, cluster=model, tables=sources, measured=real)
 
     return find
+
+
+def _is_measured(path: Path, at: Mapping[str, Any]) -> bool:
+    """Whether there are transfers of this capture, on these cores."""
+    return path.exists() and MEASURED_TRANSFERS.provenance(path) == at
 
 
 def planning(

@@ -287,6 +287,22 @@ def transfer_placements(capture: Capture) -> list[tuple[str, str]]:
     return sorted(found)
 
 
+class Members:
+    """Who takes part in the calls of any rank, whether it was captured or not."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._communicators = _Communicators(capture, by_placement=False)
+
+    def of(self, rank: int, call: Any) -> tuple[int, ...]:
+        """Ranks of a collective in their group's order; of a message, who sends and who gets it.
+
+        Args:
+            rank: Who makes the call.
+            call: Row of `calls` of the rank that speaks for it.
+        """
+        return _members(self._communicators.name(rank, _slot(call)))
+
+
 class _Communicators:
     """Numbers of communicators: of groups, and of each ordered pair that exchanges messages.
 
@@ -315,7 +331,7 @@ class _Communicators:
         self.places: dict[tuple[int, ...], dict[int, int]] = {}
 
     def of(self, rank: int, slot: Slot) -> int:
-        name = self._name(rank, slot)
+        name = self.name(rank, slot)
         number = self.numbers.setdefault(name, len(self.sizes))
         if number == len(self.sizes):
             self.sizes.append(len(_members(name)))
@@ -324,12 +340,12 @@ class _Communicators:
 
     def placement(self, rank: int, slot: Slot) -> str:
         """How the group or pair of a slot lies on the nodes."""
-        return self._placement(self._name(rank, slot))
+        return self._placement(self.name(rank, slot))
 
     def _placement(self, name: Any) -> str:
         return str(Placement.of(_members(name), self.node)) if self.by_placement else ""
 
-    def _name(self, rank: int, slot: Slot) -> Any:
+    def name(self, rank: int, slot: Slot) -> Any:
         direction, ordinal, offset = slot
         members, creation = self._group(rank, ordinal)
         if not direction:

@@ -32,6 +32,7 @@ def planning_request(
             files=[Path(file) for file in options["nccl_tests"]],
             measured=measure_in / "measured_transfers.parquet" if measures else None,
             measure_on=separate() if measures else (),
+            later=options["measure_gloo"] and not measures,
         ),
         "options": planning.Options(
             iterations=options["iterations"],

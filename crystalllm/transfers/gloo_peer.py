@@ -16,68 +16,52 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from crystalllm.transfers import gloo_calls
+from crystalllm.transfers.gloo_calls import UNEQUAL, Preparation, compute, others_ns
+
 # How many times as long computation before a call takes: calls that come as regularly as
 # the scheduler's ticks (4 ms at 250 Hz) would all meet them, or none.
 _SPREAD = (0.25, 1.75)
-# And by how much the same work takes one process longer than another: calls of tensor
-# parallel and FSDP2 ranks came 4 % of their computation apart, in the median.
-_UNEQUAL = (0.93, 1.07)
-# A layer's activations, weights of many layers (more than a core's caches hold), and what
-# goes through memory.
-_ACTIVATIONS = torch.ones(128, 256)
-_WEIGHTS = [torch.full((256, 256), 1 / 256) for _ in range(64)]
-_STREAMED = torch.ones(1 << 20)
 _WARM_UP = 3
 _LEAST_REPETITIONS = 10
-
-Call = Callable[[], Any]
-Preparation = Callable[[], Call]
 
 
 def main(folder: Path, rank: int) -> None:
     spec = json.loads((folder / "cases.json").read_text())
-    # Whatever happens to the others, no process stays.
-    signal.alarm(spec["limit_s"])
-    if spec["cores"]:
-        os.sched_setaffinity(0, {spec["cores"][rank]})
-    torch.set_num_threads(1)
-    num_ranks = spec["num_ranks"]
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "store"), num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=spec["limit_s"]),
-    )
+    gloo_calls.join(folder, rank, spec)
     found = []
     for case in spec["cases"]:
-        prepare = _preparation(
-            case["kind"], case["elements"], getattr(torch, case["dtype"] or "uint8")
-        )
-        stamps = _measure(prepare, spec, _factors(case, rank))
-        found.append(stamps)
+        prepare = _preparation(case, rank)
+        found.append(_measure(prepare, spec, _factors(case, rank)))
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    gloo_calls.leave()
+
+
+def _preparation(case: Mapping[str, Any], rank: int) -> Preparation:
+    """A message goes from process 0 to process 1; others only take part in the beginning."""
+    kind, peer = case["kind"], -1
+    if kind == "send":
+        if rank > 1:
+            return lambda: lambda: None
+        kind, peer = ("send", 1) if rank == 0 else ("recv", 0)
+    dtype = getattr(torch, case["dtype"] or "uint8")
+    return gloo_calls.preparation(kind, case["elements"], dtype, peer=peer)
 
 
 def _measure(
     prepare: Preparation, spec: Mapping[str, Any], factors: Iterator[float]
 ) -> list[list[int]]:
     """(arrival, return of the call, end, time of other threads) of each repetition, in ns."""
-    num_steps = _steps_in(spec["compute_ns"])
+    num_steps = gloo_calls.steps_in(spec["compute_ns"])
     for _ in range(_WARM_UP):
         _once(prepare, num_steps)
     began = time.monotonic()
@@ -108,29 +92,13 @@ def _factors(case: Mapping[str, Any], rank: int) -> Iterator[float]:
     own = random.Random(f"{case} {rank}")
     common = own if case["kind"] in ("send", "recv") else random.Random(f"{case}")
     while True:
-        yield common.uniform(*_SPREAD) * own.uniform(*_UNEQUAL)
-
-
-def _compute(num_steps: int) -> None:
-    for step in range(num_steps):
-        torch.nn.functional.gelu(_ACTIVATIONS @ _WEIGHTS[step % len(_WEIGHTS)])
-        part = _STREAMED[(step % 16) << 16 :][: 1 << 16]
-        part.add_(part, alpha=1e-6)
-
-
-def _steps_in(ns: int) -> int:
-    """How many steps of computation take so long."""
-    num, begin = 0, time.monotonic_ns()
-    while time.monotonic_ns() - begin < ns:
-        _compute(1)
-        num += 1
-    return num
+        yield common.uniform(*_SPREAD) * own.uniform(*UNEQUAL)
 
 
 def _once(prepare: Preparation, num_steps: int) -> list[int]:
-    _compute(num_steps)
+    compute(num_steps)
     call = prepare()
-    others = time.process_time_ns() - time.thread_time_ns()
+    others = others_ns()
     arrival = time.monotonic_ns()
     work = call()
     returned = time.monotonic_ns()
@@ -138,57 +106,6 @@ def _once(prepare: Preparation, num_steps: int) -> list[int]:
         work.wait()
     end = time.monotonic_ns()
     return [arrival, returned, end, others]
-
-
-def _preparation(kind: str, elements: int, dtype: torch.dtype) -> Preparation:
-    """What makes tensors, as the program's computation before it would, and gives their call.
-
-    Args:
-        kind: As in `calls`; a message goes from rank 0 to rank 1, and others only take part
-            in agreeing on the beginning.
-        elements: By the convention of `calls` (NCCL's).
-        dtype: Of the elements.
-
-    Returns:
-        Its call gives a Work, or None where this rank has no part.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def one() -> torch.Tensor:
-        return torch.ones(elements, dtype=dtype)
-
-    def many() -> torch.Tensor:
-        return torch.ones(elements * size, dtype=dtype)
-
-    def parts() -> list[torch.Tensor] | None:
-        return [one() for _ in range(size)] if rank == 0 else None
-
-    def message() -> Call:
-        if rank > 1:
-            return lambda: None
-        return partial(dist.isend, one(), 1) if rank == 0 else partial(dist.irecv, one(), 0)
-
-    collectives: dict[str, Callable[[], Call]] = {
-        "all_reduce": lambda: partial(dist.all_reduce, one()),
-        "reduce": lambda: partial(dist.reduce, one(), 0),
-        "broadcast": lambda: partial(dist.broadcast, one(), 0),
-        "barrier": lambda: dist.barrier,
-        "all_gather": lambda: partial(
-            dist.all_gather_into_tensor, torch.empty(elements * size, dtype=dtype), one()
-        ),
-        "reduce_scatter": lambda: partial(
-            dist.reduce_scatter_tensor, torch.empty(elements, dtype=dtype), many()
-        ),
-        "all_to_all": lambda: partial(dist.all_to_all_single, torch.empty_like(many()), many()),
-        "gather": lambda: partial(dist.gather, one(), parts(), 0),
-        "scatter": lambda: partial(dist.scatter, one(), parts(), 0),
-    }
-    if kind in ("send", "recv"):
-        return message
-    if kind not in collectives:
-        raise ValueError(f"unknown kind {kind}")
-    prepare = collectives[kind]
-    return lambda: partial(prepare(), async_op=True)
 
 
 if __name__ == "__main__":

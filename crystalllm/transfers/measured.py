@@ -18,44 +18,23 @@ import numpy as np
 
 from crystalllm import tables
 from crystalllm.errors import UserError
-from crystalllm.records import element_size
 from crystalllm.replay.durations import Duration
 from crystalllm.rules import RULES
+from crystalllm.transfers.case import Case
 from crystalllm.transfers.curve import Curve
-from crystalllm.transfers.sizes import BARRIER_BYTES, WHOLE
+from crystalllm.transfers.scenes import Scene
 from crystalllm.transfers.transfer import Transfer
 
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _LOG_LINES = 5
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to measure.
-
-    Args:
-        kind: As in `calls`.
-        num_bytes: By the convention of `sizes`; rounded up to whole elements.
-        dtype: In torch's spelling; empty for a barrier.
-    """
-
-    kind: str
-    num_bytes: int
-    dtype: str = "float32"
-
-    def elements(self, num_ranks: int) -> int:
-        """Elements by the convention of `calls`, at least one."""
-        if self.kind == "barrier":
-            return 1
-        per_element = element_size(self.dtype) * (num_ranks if self.kind in WHOLE else 1)
-        return max(1, -(-self.num_bytes // per_element))
-
-    def row_bytes(self, num_ranks: int) -> int:
-        """Bytes of what is really measured."""
-        if self.kind == "barrier":
-            return BARRIER_BYTES
-        whole = num_ranks if self.kind in WHOLE else 1
-        return self.elements(num_ranks) * element_size(self.dtype) * whole
+# As in a program that runs for long, glibc's malloc gives memory to new tensors that others
+# have used: with its defaults a process that does little else returns it to the kernel each time,
+# and gloo's threads take a page fault for every 4 KiB that they receive.
+_KEEPS_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +104,7 @@ def measure_gloo(
             {"kind": c.kind, "elements": c.elements(num_ranks), "dtype": c.dtype} for c in wanted
         ],
     }
-    stamps = [_round(spec, num_ranks, limit_s) for _ in range(rounds)]
+    stamps = [_round("peer", "cases", spec) for _ in range(rounds)]
     found = []
     for number, case in enumerate(wanted):
         # ranks x repetitions x (arrival, return of the call, end, time of other threads)
@@ -139,21 +118,78 @@ def measure_gloo(
         if case.kind == "send":
             pair = of_case[:2]
             found += [
-                _row(kind, case, num_ranks, pair, pair[[side]])
+                _isolated(Case(kind, case.num_bytes, case.dtype), num_ranks, pair, pair[[side]])
                 for side, kind in enumerate(("send", "recv"))
             ]
         else:
-            found.append(_row(case.kind, case, num_ranks, of_case, of_case))
+            found.append(_isolated(case, num_ranks, of_case, of_case))
     return found
 
 
-def _round(spec: Mapping[str, Any], num_ranks: int, limit_s: int) -> list[Any]:
+def measure_scenes(
+    scenes: Sequence[Scene],
+    cores: Sequence[int] = (),
+    *,
+    rounds: int = 3,
+    repetitions: int = 100,
+    scene_limit_s: float = 10,
+    limit_s: int = 300,
+) -> list[MeasuredTransfer]:
+    """Times transfers between real processes that do what captured ranks do.
+
+    Processes compute, call and wait in the order of a captured body; otherwise as
+    `measure_gloo`. Only calls for which the program waits at once tell how long they take.
+
+    Args:
+        scenes: From `scenes.scenes`.
+        cores: One for each process; none leaves them to the kernel.
+        rounds: New processes each time.
+        repetitions: Of each scene in a round.
+        scene_limit_s: Fewer repetitions (five at least) where they would take longer.
+        limit_s: Of each round.
+
+    Raises:
+        UserError: A core is not there, a process died, or the limit was passed.
+    """
+    samples: dict[tuple[Case, int], list[np.ndarray]] = defaultdict(list)
+    for scene in scenes:
+        num_ranks = len(scene.ranks)
+        _check((), num_ranks, cores)
+        spec = {
+            "parent": os.getpid(),
+            "num_ranks": num_ranks,
+            "cores": list(cores[:num_ranks]),
+            "repetitions": repetitions,
+            "scene_limit_s": scene_limit_s,
+            "limit_s": limit_s,
+            "groups": scene.groups,
+            "posts": [[post.to_json() for post in posts] for posts in scene.posts],
+            "steps": scene.steps,
+        }
+        for _ in range(rounds):
+            stamps = np.asarray(_round("scene", "scene", spec), dtype=np.int64)
+            for case, num_members, of_call in scene.samples(stamps):
+                samples[case, num_members].append(of_call)
+    return [
+        _row(case, num_members, *np.concatenate(of_case).T)
+        for (case, num_members), of_case in samples.items()
+    ]
+
+
+def _round(module: str, name: str, spec: Mapping[str, Any]) -> list[Any]:
     """By rank, what its process stamped."""
-    with tempfile.TemporaryDirectory(prefix="crystalllm-gloo-") as name:
-        folder = Path(name)
-        (folder / "cases.json").write_text(json.dumps(spec))
-        _run(folder, num_ranks, limit_s)
+    num_ranks = spec["num_ranks"]
+    with tempfile.TemporaryDirectory(prefix="crystalllm-gloo-") as path:
+        folder = Path(path)
+        (folder / f"{name}.json").write_text(json.dumps(spec))
+        _run(f"crystalllm.transfers.gloo_{module}", folder, num_ranks, spec["limit_s"])
         return [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(num_ranks)]
+
+
+def can_show(transfer: Transfer, num_cores: int) -> bool:
+    """Whether so many cores of one host can show it."""
+    placement = transfer.placement
+    return transfer.backend == "gloo" and placement.nodes == 1 and 2 <= placement.ranks <= num_cores
 
 
 def measure_all(
@@ -168,7 +204,7 @@ def measure_all(
     """
     of_size: dict[int, dict[Case, None]] = defaultdict(dict)
     for t in transfers:
-        if t.backend == "gloo" and t.placement.nodes == 1 and 2 <= t.placement.ranks <= len(cores):
+        if can_show(t, len(cores)):
             of_size[t.placement.ranks][Case(t.kind, t.num_bytes, t.dtype)] = None
     rows = []
     for num_ranks, cases in sorted(of_size.items()):
@@ -176,14 +212,20 @@ def measure_all(
     return MeasuredTransfers(rows)
 
 
-def _row(
-    kind: str, case: Case, num_ranks: int, members: np.ndarray, mine: np.ndarray
+def _isolated(
+    case: Case, num_ranks: int, members: np.ndarray, mine: np.ndarray
 ) -> MeasuredTransfer:
     """From the stamps of all who take part, and of those whose end counts."""
     took = mine[:, :, 2].max(axis=0) - members[:, :, 0].max(axis=0)
+    return _row(case, num_ranks, took, mine[:, :, 3], mine[:, :, 1] - mine[:, :, 0])
+
+
+def _row(
+    case: Case, num_ranks: int, took: np.ndarray, cpu: np.ndarray, calling: np.ndarray
+) -> MeasuredTransfer:
     low, median, high = np.quantile(took, (0.1, 0.5, 0.9)).round().astype(int)
     return MeasuredTransfer(
-        kind,
+        case.kind,
         case.dtype,
         num_ranks,
         case.row_bytes(num_ranks),
@@ -192,8 +234,8 @@ def _row(
         int(median),
         int(low),
         int(high),
-        round(float(mine[:, :, 3].mean())),
-        round(float((mine[:, :, 1] - mine[:, :, 0]).mean())),
+        round(float(cpu.mean())),
+        round(float(calling.mean())),
     )
 
 
@@ -215,22 +257,23 @@ def _check(cases: Sequence[Case], num_ranks: int, cores: Sequence[int]) -> None:
         )
 
 
-def _run(folder: Path, num_ranks: int, limit_s: int) -> None:
+def _run(module: str, folder: Path, num_ranks: int, limit_s: int) -> None:
     """Runs the processes to their end; none is left, whatever happens."""
     logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
     peers = []
     ends = time.monotonic() + limit_s
     try:
         for rank, log in enumerate(logs):
-            command = [
-                sys.executable,
-                "-m",
-                "crystalllm.transfers.gloo_peer",
-                str(folder),
-                str(rank),
-            ]
+            command = [sys.executable, "-m", module, str(folder), str(rank)]
             with log.open("wb") as file:
-                peers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+                peers.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **_KEEPS_MEMORY},
+                    )
+                )
         while any(code is None for code in [peer.poll() for peer in peers]):
             failed = [rank for rank, peer in enumerate(peers) if peer.returncode]
             if failed or time.monotonic() > ends:

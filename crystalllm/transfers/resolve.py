@@ -13,7 +13,14 @@ from crystalllm.placement import Placement
 from crystalllm.replay.durations import Duration, of_choices
 from crystalllm.replay.program import Capture, transfer_placements
 from crystalllm.transfers import model
-from crystalllm.transfers.measured import MeasuredTransfers, measure_all
+from crystalllm.transfers.case import Case
+from crystalllm.transfers.measured import (
+    MeasuredTransfers,
+    can_show,
+    measure_all,
+    measure_scenes,
+)
+from crystalllm.transfers.scenes import scenes
 from crystalllm.transfers.sizes import size_bytes
 from crystalllm.transfers.transfer import Transfer
 
@@ -42,6 +49,14 @@ class Model:
             source="model",
             assumptions=f"{found} for {transfer.num_bytes} bytes",
         )
+
+
+@dataclass(frozen=True)
+class ToBeMeasured:
+    """A source for plans that are made before anything is measured: transfers take no time."""
+
+    def find(self, transfer: Transfer) -> Duration:
+        return Duration(0, assumptions="measured before the first slice runs")
 
 
 def transfer_durations(
@@ -78,12 +93,23 @@ def transfer_durations(
 
 
 def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
-    """Measures those transfers of a capture that this host can show (`measure_all`).
+    """Measures those transfers of a capture that this host can show.
 
-    Between calls processes compute for as long as the captured program does, in the mean.
+    Processes do what captured ranks do (`measure_scenes`). What no rank waits for at once is
+    measured by itself (`measure_all`); between calls processes then compute for as long as the
+    captured program does, in the mean.
     """
-    every = [t for of_key in transfers(capture).values() for t in of_key]
-    return measure_all(every, cores, compute_ns=_computation_per_call(capture))
+    wanted = {
+        (Case(t.kind, t.num_bytes, t.dtype), t.placement.ranks): t
+        for of_key in transfers(capture).values()
+        for t in of_key
+        if can_show(t, len(cores))
+    }
+    rows = measure_scenes(scenes(capture, wanted), cores)
+    shown = {(Case(r.kind, r.bytes, r.dtype), r.ranks) for r in rows}
+    rest = [t for at, t in wanted.items() if at not in shown]
+    by_themselves = measure_all(rest, cores, compute_ns=_computation_per_call(capture))
+    return MeasuredTransfers([*rows, *by_themselves.rows])
 
 
 def _computation_per_call(capture: Capture) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pandas as pd
 import planning_program
@@ -21,6 +22,7 @@ from crystalllm.planning import Options, show
 from crystalllm.planning.calibration import Reading
 from crystalllm.replay.durations import DurationTable
 from crystalllm.replay.program import Capture
+from crystalllm.transfers.measured import MeasuredTransfer, MeasuredTransfers
 from crystalllm.transfers.uniform import uniform_transfers
 
 MS = 1_000_000
@@ -368,7 +370,7 @@ def test_a_capture_of_something_else_is_refused(captured, out, tmp_path):
 # --- explain ------------------------------------------------------------------------------
 
 
-def explained(captured, out, **more):
+def explained(captured, out, *, transfers=transfers, **more):
     return planning.explain(
         load_job(str(captured / "job.yaml")),
         out,
@@ -398,6 +400,41 @@ def test_explain_says_what_will_run_and_runs_nothing(captured, out):
     assert all(s["expected_s"] >= bodies for s in found["slices"])
     assert found["expected_s"]["at_most"] == pytest.approx(3 * found["expected_s"]["pass"], abs=0.2)
     assert "until a slice of this job has shown it" in " ".join(found["assumptions"])
+
+
+def test_explain_does_not_wait_for_what_will_be_measured(captured, out):
+    job = load_job(str(captured / "job.yaml"))
+    assert job.cluster is None
+    with pytest.raises(UserError, match="How long transfers take is not known"):
+        planning.transfers_from(job)
+    found = explained(captured, out, transfers=planning.transfers_from(job, later=True))
+    (transfers,) = found["transfers"]
+    assert (transfers["source"], transfers["share"]) == ("given", 0)
+    # The model's estimates are better than none.
+    found = explained(
+        captured, out, transfers=planning.transfers_from(job, cluster="h200-2x8", later=True)
+    )
+    assert {t["source"] for t in found["transfers"]} == {"model"}
+
+
+def test_transfers_are_measured_once_for_a_capture(captured, tmp_path, monkeypatch):
+    measured_on = []
+
+    def measure(capture, cores):
+        measured_on.append(tuple(cores))
+        row = MeasuredTransfer("send", "float32", 2, 256, 9, 50, 50, 40, 60, 10, 5)
+        return MeasuredTransfers([row])
+
+    monkeypatch.setattr(planning, "measure_transfers", measure)
+    job = load_job(str(captured / "job.yaml"))
+    path = tmp_path / "measured_transfers.parquet"
+    known = Capture.read(captured / "capture")
+    other = replace(known, structure={**known.structure, "fingerprint": "of another one"})
+    for capture_, cores in ((known, (0, 1)), (known, (0, 1)), (known, (0, 1, 2)), (other, (0, 1))):
+        find = planning.transfers_from(job, cluster="h200-2x8", measured=path, measure_on=cores)
+        found = find(capture_)
+        assert any(d.ns == 50 and d.source == "measured" for d in found.values())
+    assert measured_on == [(0, 1), (0, 1, 2), (0, 1)]
 
 
 def test_explain_learns_from_slices_that_ran(captured, out):

@@ -12,7 +12,9 @@ import shutil
 import signal
 import time
 
+import pandas as pd
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from workflow_project import JOBS, Project, program, rules_in, stages
@@ -230,16 +232,27 @@ def test_what_was_stopped_goes_on(project, how):
     assert project.would_run() == set()
 
 
-def test_a_damaged_profile_is_named_and_nothing_is_lost(project):
+def test_a_profile_that_cannot_be_read_is_named_and_nothing_is_lost(project):
     """The emulation that would read it is invalid, says why, and the workflow fails."""
     profile = project.folder / "results" / "first" / "planning" / "profile.parquet"
     whole = profile.read_bytes()
-    profile.write_bytes(whole[: len(whole) // 2])
-    text = project.run(code=1)
-    summary = project.summary("first")
-    assert summary["status"] == "invalid"
-    assert "profile.parquet" in summary["reason"]
-    assert "1 of 2 runs have no result" in text
+    table = pq.read_table(profile)
+    name, version = table.schema.metadata[b"crystalllm.table"].decode().split("/")
+    of_another_version = {b"crystalllm.table": f"{name}/{int(version) + 1}".encode()}
+    for spoil, reason in (
+        (lambda: profile.write_bytes(whole[: len(whole) // 2]), "profile.parquet"),
+        (lambda: pd.DataFrame({"a": [1]}).to_parquet(profile), f"none instead of {name}/{version}"),
+        (
+            lambda: pq.write_table(table.replace_schema_metadata(of_another_version), profile),
+            f"{name}/{int(version) + 1} instead of {name}/{version}",
+        ),
+    ):
+        spoil()
+        text = project.run(code=1)
+        summary = project.summary("first")
+        assert summary["status"] == "invalid"
+        assert reason in summary["reason"]
+        assert "1 of 2 runs have no result" in text
     profile.write_bytes(whole)
     project.run()
     assert project.summary("first")["status"] == "ok"

@@ -155,7 +155,7 @@ def minutes(stage):
 def print_results():
     """The table of results, at the end of a run that has made one."""
     path = Path(RESULTS) / "table.txt"
-    if path.exists():
+    if path.exists() and Path(TABLED).exists():
         print(path.read_text())
 
 

@@ -56,7 +56,8 @@ for _folder in FOLDERS:
         localrule: True
         params:
             folder=f"{RESULTS}/{_folder}",
+            of_all=[TABLED, ALL_RAN],
         message:
             "Removing {params.folder}"
         shell:
-            "rm -rfv {params.folder:q} >{log:q}"
+            "rm -rfv {params.folder:q} {params.of_all:q} >{log:q}"

@@ -1,0 +1,145 @@
+"""Scenes: what ranks of a captured world do among themselves, and processes that play it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from sandbox_program import make_job
+
+from crystalllm.capture import capture
+from crystalllm.errors import UserError
+from crystalllm.replay.program import Capture
+from crystalllm.transfers.case import Case
+from crystalllm.transfers.measured import measure_scenes
+from crystalllm.transfers.resolve import measure
+from crystalllm.transfers.scenes import Post, Scene, scenes
+
+REDUCED = Case("all_reduce", 4 * 32 * 4, "float32")  # of a tensor parallel pair
+SENT = Case("send", 8 * 4, "float32")  # around the ring of all ranks
+RECEIVED = Case("recv", 8 * 4, "float32")
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captured")
+    capture(make_job(folder), folder / "capture")
+    return Capture.read(folder / "capture")
+
+
+def test_ranks_of_a_group_do_what_they_do_in_the_program(captured):
+    scene = next(s for s in scenes(captured, [(REDUCED, 2)]) if s.ranks == (0, 1))
+    # Rank 0 also sends to 1; what it gets from the last rank, and 1 sends on, is left out.
+    assert [p.case for p in scene.posts[0]] == [REDUCED, SENT]
+    assert [p.case for p in scene.posts[1]] == [REDUCED, RECEIVED]
+    assert [p.peer for posts in scene.posts for p in posts] == [-1, 1, -1, 0]
+    assert scene.groups == [[0, 1]]
+    assert all(p.is_awaited for posts in scene.posts for p in posts)
+    segments = captured.captured_durations().segments
+    roles = captured.ranks["role"]
+    for rank, steps in zip(scene.ranks, scene.steps, strict=True):
+        done = [step for step in steps if step[0] != "compute"]
+        assert done == [("post", 0), ("wait", [0]), ("post", 1), ("wait", [1])]
+        body = [d.ns for at, d in segments.items() if at[0] == roles[rank] and at[2] == "body"]
+        assert sum(ns for what, ns in steps if what == "compute") == sum(body)
+
+
+def test_all_that_is_wanted_is_shown_by_few(captured):
+    found = scenes(captured, [(REDUCED, 2), (SENT, 2), (RECEIVED, 2)])
+    assert [s.ranks for s in found] == [(0, 1)]
+    # Nobody waits at once for what DDP reduces, and nobody sends so much.
+    for case, ranks in ((Case("all_reduce", 64 * 32 * 4), 4), (Case("send", 1 << 20), 2)):
+        assert all(
+            case not in {p.case for p in posts if p.is_awaited}
+            for scene in scenes(captured, [(case, ranks)])
+            for posts in scene.posts
+        )
+
+
+def test_calls_that_are_one_transfer_find_each_other():
+    def post(kind, peer, tag=0):
+        return Post(Case(kind, 4), 1, 0, peer=peer, tag=tag, is_awaited=True)
+
+    scene = Scene(
+        ranks=(3, 5),
+        groups=[[0, 1]],
+        posts=[
+            [post("send", 1), post("send", 1, tag=7), post("recv", 1), post("all_reduce", -1)],
+            [post("recv", 0, tag=7), post("send", 0), post("all_reduce", -1), post("recv", 0)],
+        ],
+    )
+    found = {frozenset(calls) for calls in scene.transfers()}
+    assert found == {
+        frozenset({(0, 0), (1, 3)}),
+        frozenset({(0, 1), (1, 0)}),
+        frozenset({(0, 2), (1, 1)}),
+        frozenset({(0, 3), (1, 2)}),
+    }
+
+
+def test_a_transfer_takes_from_the_last_arrival_to_the_last_end():
+    reduced, sent, received = Case("all_reduce", 4), Case("send", 4), Case("recv", 4)
+    scene = Scene(
+        ranks=(0, 1),
+        groups=[[0, 1]],
+        posts=[
+            [Post(reduced, 1, 0, is_awaited=True), Post(sent, 1, 0, peer=1)],
+            [Post(reduced, 1, 0, is_awaited=True), Post(received, 1, 0, peer=0, is_awaited=True)],
+        ],
+    )
+    # (arrival, return, end, time of other threads before it); two repetitions
+    stamps = np.array(
+        [
+            [
+                [[100, 110, 170, 0], [300, 330, 0, 30]],
+                [[1100, 1110, 1180, 50], [1300, 1330, 0, 90]],
+            ],
+            [
+                [[150, 154, 190, 5], [200, 210, 320, 9]],
+                [[1120, 1124, 1160, 9], [1400, 1410, 1430, 19]],
+            ],
+        ]
+    )
+    found = {case: (ranks, of_call.tolist()) for case, ranks, of_call in scene.samples(stamps)}
+    # For the send nobody waited: when it ended is not known.
+    assert found == {
+        reduced: (2, [[40, (30 + 4) / 2, (10 + 4) / 2], [60, (40 + 10) / 2, (10 + 4) / 2]]),
+        received: (2, [[20, 0, 10], [30, 0, 10]]),
+    }
+
+
+def _cores(number):
+    found = sorted(os.sched_getaffinity(0))
+    return found[:number] if len(found) >= number else ()
+
+
+def test_processes_play_it(captured):
+    played = scenes(captured, [(REDUCED, 2)])[:1]
+    rows = measure_scenes(played, _cores(2), rounds=2, repetitions=6, limit_s=60)
+    found = {Case(r.kind, r.bytes, r.dtype): r for r in rows}
+    assert set(found) == {REDUCED, SENT, RECEIVED}
+    for row in rows:
+        assert row.ranks == 2
+        assert row.count == 12
+        assert 0 < row.low_ns <= row.median_ns <= row.high_ns < 10**9
+        assert row.call_ns > 0
+    assert found[REDUCED].cpu_ns > 0
+
+
+def test_what_a_capture_needs_comes_from_scenes_where_it_can(captured):
+    found = measure(captured, _cores(2) or pytest.skip("needs two cores"))
+    assert {(r.kind, r.bytes, r.ranks) for r in found.rows} >= {
+        (c.kind, c.num_bytes, 2) for c in (REDUCED, SENT, RECEIVED)
+    }
+    # Several calls of one repetition are several samples: it was played, not taken alone.
+    assert all(r.count > 210 for r in found.rows if r.kind == "all_reduce" and r.bytes == 512)
+
+
+def test_processes_that_do_not_fit_end_within_the_limit(captured):
+    """One waits for a call that the other never makes."""
+    scene = scenes(captured, [(REDUCED, 2)])[0]
+    scene.steps[1] = [step for step in scene.steps[1] if step != ("post", 0)]
+    scene.steps[1].remove(("wait", [0]))
+    with pytest.raises(UserError, match=r"Measuring gloo (failed|took longer than 8 s)"):
+        measure_scenes([scene], _cores(2), rounds=1, repetitions=5, limit_s=8)
