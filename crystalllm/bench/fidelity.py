@@ -1,11 +1,15 @@
 """How close emulation comes to the real thing: two ranks over gloo, one core each.
 
-Per case a real run of both ranks and an emulated run of rank 0 take turns, block by block
-(real, emulated, real, emulated, …). The emulated rank has the core that it has in the real
-run; the other rank is replayed by planning's profile, which was measured on the same core,
+Per case two real runs of both ranks and an emulated run of rank 0 take turns, block by block
+(real, emulated, the other real, …). The emulated rank has the core that it has in the real
+runs; the other rank is replayed by planning's profile, which was measured on the same core,
 with transfer times and gloo's CPU time from a microbenchmark of the pair. Iterations are
-taken at the same place in both, after the optimizer's step. Pairs of blocks are added until
-the bootstrap interval of the median ratio is narrow enough, or there are enough of them.
+taken at the same place in all, after the optimizer's step.
+
+Equal real runs differ, too: how often gloo is slow differs from one pair of processes to the
+next. So all runs are started anew several times; an emulated block is held against the mean of
+both real ones, and one real run against the other. Starts are added until the interval of the
+median ratio is narrow enough, or there are enough; the bootstrap draws starts, and their rounds.
 
 A shared machine is faster and slower by a tenth and more from one second to the next, for both
 ranks of the real run alike. So the replayed rank follows the speed of the one that runs
@@ -56,16 +60,18 @@ CASES = {
     "pp": (Parallelism(pp=2), "--pp 2 --num-microbatches 4"),
 }
 _RANK = 0
-_REAL = ("real-0", "real-1")
+_WORLDS = ("real-a", "real-b")
 _WARM_UP = 5
 _BLOCK = 12
 _COLD = 2
 _ITERATIONS = 12
 _PLANNED = 40  # of each slice
 _PASSES = 3
-_LEAST_PAIRS = 5
+_LEAST_STARTS = 3
+_STARTS = 5  # at most
 _MOST_PAIRS = 60
 _HALF_WIDTH = 0.015
+_DRAWS = 4000
 _SIZE = 2
 
 
@@ -147,32 +153,46 @@ def _prepare(name: str, folder: Path, pair: tuple[int, int]) -> _Case:
 
 
 def _measure(case: _Case, max_pairs: int) -> dict[str, Any]:
-    real, emulated = [], []
+    num_rounds = max(1, max_pairs // _STARTS)
+    # Starts x rounds x (one real run, emulated, the other real run); medians of blocks, in ns.
+    found: list[np.ndarray] = []
     interval = (0.0, np.inf)
-    with _running(case, max_pairs) as gates:
-        gates.turn(_REAL, _WARM_UP)
-        gates.turn([NAME], _WARM_UP)
-        while len(real) < min(_LEAST_PAIRS, max_pairs) or (
-            (interval[1] - interval[0]) / 2 > _HALF_WIDTH and len(real) < max_pairs
-        ):
-            real.append(_median(gates.turn(_REAL, _BLOCK)[_REAL[_RANK]]))
-            emulated.append(_median(gates.turn([NAME], _BLOCK)[NAME]))
-            interval = _interval(np.array(emulated) / np.array(real))
-    ratios = np.array(emulated) / np.array(real)
-    # Neighbours in time, as the real and the emulated block of a pair are.
-    again = np.array(real[1:]) / np.array(real[:-1])
+    while len(found) < _LEAST_STARTS or (
+        (interval[1] - interval[0]) / 2 > _HALF_WIDTH and len(found) < _STARTS
+    ):
+        found.append(_start(case, num_rounds, case.folder / f"start-{len(found)}"))
+        taken = np.array(found)
+        ratios = taken[:, :, 1] / taken[:, :, (0, 2)].mean(axis=2)
+        interval = _interval(ratios)
+    between = taken[:, :, 2] / taken[:, :, 0]
     return {
         "name": case.name,
         "world_size": _SIZE,
         "traits": fidelity.traits(case.captured),
         "ratio": round(float(np.median(ratios)), 5),
-        "ratio_interval": [round(float(x), 5) for x in interval],
-        "real_real_ratio": round(float(np.median(again)), 5),
-        "real_real_interval": [round(float(x), 5) for x in _interval(again)],
-        "real_ms": round(float(np.median(real)) / 1e6, 3),
-        "emulated_ms": round(float(np.median(emulated)) / 1e6, 3),
-        "n": len(ratios),
+        "ratio_interval": [round(x, 5) for x in interval],
+        "real_real_ratio": round(float(np.median(between)), 5),
+        "real_real_interval": [round(x, 5) for x in _interval(between)],
+        "real_ms": round(float(np.median(taken[:, :, (0, 2)])) / 1e6, 3),
+        "emulated_ms": round(float(np.median(taken[:, :, 1])) / 1e6, 3),
+        "n": ratios.size,
+        "starts": len(found),
     }
+
+
+def _start(case: _Case, num_rounds: int, folder: Path) -> np.ndarray:
+    """Rounds of new processes; medians of blocks, as `_measure` has them."""
+    folder.mkdir()
+    with _running(case, num_rounds, folder) as gates:
+
+        def block(name: str, iterations: int) -> float:
+            ranks = [f"{name}-{rank}" for rank in range(_SIZE)] if name in _WORLDS else [name]
+            return _median(gates.turn(ranks, iterations)[ranks[_RANK]])
+
+        order = (_WORLDS[0], NAME, _WORLDS[1])
+        for name in order:
+            block(name, _WARM_UP)
+        return np.array([[block(name, _BLOCK) for name in order] for _ in range(num_rounds)])
 
 
 def _memory(case: _Case) -> dict[str, Any]:
@@ -197,24 +217,35 @@ def _median(times: Sequence[int]) -> float:
 
 
 def _interval(ratios: np.ndarray) -> tuple[float, float]:
-    """95 % of the median, by the bootstrap."""
-    draws = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    """95 % of the median, by the bootstrap over starts and their rounds.
+
+    Args:
+        ratios: Starts x rounds.
+    """
+    chance = np.random.default_rng(0)
+    num_starts, num_rounds = ratios.shape
+    starts = chance.integers(num_starts, size=(_DRAWS, num_starts, 1))
+    rounds = chance.integers(num_rounds, size=(_DRAWS, num_starts, num_rounds))
+    medians = np.median(ratios[starts, rounds].reshape(_DRAWS, -1), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
     return float(low), float(high)
 
 
 @contextmanager
-def _running(case: _Case, max_pairs: int) -> Iterator[Gates]:
-    """Both runs, each waiting for its turn; they end with the context."""
-    gates = Gates(case.folder)
-    bodies = 2 * _WARM_UP + _BLOCK * max_pairs
+def _running(case: _Case, num_rounds: int, folder: Path) -> Iterator[Gates]:
+    """All runs, each waiting for its turn; they end with the context."""
+    gates = Gates(folder)
+    bodies = 2 * _WARM_UP + _BLOCK * num_rounds
     iterations = program_iterations(case.captured, bodies)
-    spec = {
-        "command": list(case.job.command(iterations=iterations)),
-        "cores": case.cores,
-        "gate": gates.address,
-    }
-    (case.folder / SPEC).write_text(json.dumps(spec))
+    for name in _WORLDS:
+        (folder / name).mkdir()
+        spec = {
+            "name": name,
+            "command": list(case.job.command(iterations=iterations)),
+            "cores": case.cores,
+            "gate": gates.address,
+        }
+        (folder / name / SPEC).write_text(json.dumps(spec))
     os.environ[GATE] = gates.address
     setup = sandbox.Setup(
         job=case.job,
@@ -228,22 +259,26 @@ def _running(case: _Case, max_pairs: int) -> Iterator[Gates]:
         cores=case.cores[:1],
         memory=False,
     )
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(_WORLDS) + 1) as pool:
         runs = [
-            pool.submit(run_workers, "crystalllm.bench.real_rank", case.folder, _SIZE),
+            *(
+                pool.submit(run_workers, "crystalllm.bench.real_rank", folder / name, _SIZE)
+                for name in _WORLDS
+            ),
             pool.submit(
                 sandbox.run,
                 setup,
-                case.folder / "emulated",
+                folder / "emulated",
                 capture=case.captured,
                 worker="crystalllm.bench.emulated_rank",
             ),
         ]
         try:
-            gates.accept([*_REAL, NAME])
+            ranks = [f"{name}-{rank}" for name in _WORLDS for rank in range(_SIZE)]
+            gates.accept([*ranks, NAME])
             yield gates
         except (EOFError, OSError, TimeoutError) as error:
-            logs = [*case.folder.glob("real-*.log"), *case.folder.glob("emulated/rank-*/log.txt")]
+            logs = [*folder.glob("real-*/rank-*.log"), *folder.glob("emulated/rank-*/log.txt")]
             raise UserError(
                 f"A run of case {case.name} has ended: {error!r}",
                 where="; ".join(f"{log.name}: {log.read_text()[-1000:]}" for log in logs),

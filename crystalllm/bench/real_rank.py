@@ -29,11 +29,11 @@ def settle(core: int, log: Path) -> None:
 def main(folder: Path) -> int:
     spec = json.loads((folder / SPEC).read_text())
     number = int(os.environ["LOCAL_RANK"])
-    settle(spec["cores"][number], folder / f"real-{number}.log")
+    settle(spec["cores"][number], folder / f"rank-{number}.log")
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(Gate(spec["gate"], f"real-{number}"))
+    register_optimizer_step_post_hook(Gate(spec["gate"], f"{spec['name']}-{number}"))
     return exit_code(Program(command=tuple(spec["command"])))
 
 

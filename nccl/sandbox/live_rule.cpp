@@ -204,15 +204,16 @@ void LiveRule::marked(int64_t marks, int64_t at_ns, int64_t computed_ns) {
   if (after < 0 || (after == 0 && options_.first_mark == 0) || after % options_.period != 0) {
     return;
   }
+  // Before the mark: peers may begin their next iteration with it.
+  if (after > 0 && computed_ns_ > 0 && options_.body_ns > 0) {
+    tell_slowness(computed_ns_);
+  }
   connection_->with(0, [&](const ReplayLibrary& library, crystal_client* client) {
     if (library.mark(client, std::max<int64_t>(at_ns - epoch_ns_, 0)) != 0) {
       throw std::runtime_error(library.message());
     }
     return 0;
   });
-  if (after > 0 && computed_ns_ > 0 && options_.body_ns > 0) {
-    tell_slowness(computed_ns_);
-  }
   computed_ns_ = 0;
 }
 
