@@ -38,6 +38,7 @@ _DTYPES = {
     "long": "int64",
     "long int": "int64",
     "long long": "int64",
+    **{name: name for name in ("uint16", "uint32", "uint64")},
     "unsigned short": "uint16",
     "unsigned int": "uint32",
     "unsigned long": "uint64",

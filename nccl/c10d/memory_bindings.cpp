@@ -84,7 +84,7 @@ void bind_memory(py::module_& m) {
         keep_ledger(std::move(world), limit_bytes);
         set_look(look_at_parameters);
       },
-      py::arg("world"), py::arg("limit_bytes") = -1,
+      py::arg("world").none(false), py::arg("limit_bytes") = -1,
       "Begins the account; requests that pass the limit end in torch.OutOfMemoryError.");
   memory.def("is_kept", [] { return the_ledger() != nullptr; });
   memory.def("held_bytes", [] { return kept_ledger().held_bytes(); });

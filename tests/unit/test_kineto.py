@@ -14,6 +14,7 @@ from crystalllm import tables
 from crystalllm.errors import UserError
 from crystalllm.traces.clocks import estimate
 from crystalllm.traces.kineto import import_traces
+from crystalllm.traces.vocabulary import dtype_of
 
 NCCL = "hta/nccl_parser_config_nccl_data.json.gz"
 DLRM = "param/dlrm_kineto.tar.gz"
@@ -468,3 +469,21 @@ def test_the_command_imports_and_says_what(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "no.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Float", "float32"),
+        ("c10::BFloat16", "bfloat16"),
+        ("Float8_e4m3fn", "float8_e4m3fn"),
+        ("c10::complex<float>", "complex64"),
+        ("UInt16", "uint16"),
+        ("UInt64", "uint64"),
+        ("unsigned short", "uint16"),
+        ("long int", "int64"),
+        ("TensorList", ""),
+    ],
+)
+def test_element_types_have_torch_s_names(name, dtype):
+    assert dtype_of(name) == dtype

@@ -372,9 +372,11 @@ def test_out_of_memory_in_backward_step_and_communication(virtual):
     assert kept.summary["peak"]["bytes"] <= 320 * KIB
 
 
-def test_a_limit_has_to_be_positive():
+def test_an_account_has_a_world_and_a_positive_limit():
     with pytest.raises(UserError, match="limit_bytes=0"):
         memory.start(None, limit_bytes=0)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        memory.start(None)
 
 
 # --- summaries
