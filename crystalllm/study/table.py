@@ -99,7 +99,8 @@ def as_text(frame: pd.DataFrame) -> str:
     lines = []
     for sweep, rows in frame.groupby("sweep", sort=False):
         if sweep:
-            lines.append(f"Sweep {sweep}. {_CPU} Equal places: closer than {error_band():.0%}.")
+            band = f"each may be off by {error_band():.0%}, so that they cannot be told apart"
+            lines.append(f"Sweep {sweep}. {_CPU} Equal places: {band}.")
         shown = rows.assign(
             spread_ms=[
                 "" if pd.isna(low) else f"{low:.1f} .. {high:.1f}"
