@@ -93,13 +93,9 @@ def measure_gloo(
         dict.fromkeys(Case("send", c.num_bytes, c.dtype) if c.kind == "recv" else c for c in cases)
     )
     spec = {
-        "parent": os.getpid(),
-        "num_ranks": num_ranks,
-        "cores": list(cores[:num_ranks]),
-        "repetitions": repetitions,
+        **_processes(num_ranks, cores, repetitions, limit_s),
         "compute_ns": compute_ns,
         "case_limit_s": case_limit_s,
-        "limit_s": limit_s,
         "cases": [
             {"kind": c.kind, "elements": c.elements(num_ranks), "dtype": c.dtype} for c in wanted
         ],
@@ -156,12 +152,8 @@ def measure_scenes(
         num_ranks = len(scene.ranks)
         _check((), num_ranks, cores)
         spec = {
-            "parent": os.getpid(),
-            "num_ranks": num_ranks,
-            "cores": list(cores[:num_ranks]),
-            "repetitions": repetitions,
+            **_processes(num_ranks, cores, repetitions, limit_s),
             "scene_limit_s": scene_limit_s,
-            "limit_s": limit_s,
             "groups": scene.groups,
             "posts": [[post.to_json() for post in posts] for posts in scene.posts],
             "steps": scene.steps,
@@ -174,6 +166,19 @@ def measure_scenes(
         _row(case, num_members, *np.concatenate(of_case).T)
         for (case, num_members), of_case in samples.items()
     ]
+
+
+def _processes(
+    num_ranks: int, cores: Sequence[int], repetitions: int, limit_s: int
+) -> dict[str, Any]:
+    """What the processes of every measurement are told."""
+    return {
+        "parent": os.getpid(),
+        "num_ranks": num_ranks,
+        "cores": list(cores[:num_ranks]),
+        "repetitions": repetitions,
+        "limit_s": limit_s,
+    }
 
 
 def _round(module: str, name: str, spec: Mapping[str, Any]) -> list[Any]:

@@ -106,8 +106,13 @@ def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
         if can_show(t, len(cores))
     }
     rows = measure_scenes(scenes(capture, wanted), cores)
-    shown = {(Case(r.kind, r.bytes, r.dtype), r.ranks) for r in rows}
-    rest = [t for at, t in wanted.items() if at not in shown]
+    # Rows have whole elements.
+    shown = {(r.kind, r.dtype, r.ranks, r.bytes) for r in rows}
+    rest = [
+        t
+        for (case, ranks), t in wanted.items()
+        if (case.kind, case.dtype, ranks, case.row_bytes(ranks)) not in shown
+    ]
     by_themselves = measure_all(rest, cores, compute_ns=_computation_per_call(capture))
     return MeasuredTransfers([*rows, *by_themselves.rows])
 

@@ -160,7 +160,6 @@ class _Bodies:
     """The last captured body of each role."""
 
     def __init__(self, capture: Capture) -> None:
-        self.capture = capture
         self.members: Callable[[int, Any], tuple[int, ...]] = Members(capture).of
         first = capture.num_marks - capture.period
         calls = capture.calls[capture.calls["mark"].between(first, capture.num_marks - 1)]
