@@ -73,9 +73,13 @@ _STARTS = 5  # at most
 _MOST_PAIRS = 60
 _HALF_WIDTH = 0.015
 _DRAWS = 4000
-# Starts of a case in which a run may die. Real ranks did, twice: gloo's thread, of a damaged heap.
+# Starts of a case in which a real rank may die of a signal: two did, of a damaged heap, in gloo.
 _MOST_DIED = 2
 _SIZE = 2
+
+
+class _RealRankDiedError(UserError):
+    """Of a signal, so that neither the emulation nor the program has failed."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def _measure(case: _Case, max_pairs: int) -> dict[str, Any]:
     ):
         try:
             found.append(_start(case, num_rounds, case.folder / f"start-{len(found)}-{died}"))
-        except UserError as error:
+        except _RealRankDiedError as error:
             died += 1
             if died > _MOST_DIED:
                 raise
@@ -290,8 +294,11 @@ def _running(case: _Case, num_rounds: int, folder: Path) -> Iterator[Gates]:
             gates.accept([*ranks, NAME])
             yield gates
         except (EOFError, OSError, TimeoutError) as error:
+            gates.stop()
+            ended = [run.result() for run in runs[: len(_WORLDS)]]
+            is_real = any(failure is not None and failure.exit_code < 0 for failure in ended)
             logs = [*folder.glob("real-*/rank-*.log"), *folder.glob("emulated/rank-*/log.txt")]
-            raise UserError(
+            raise (_RealRankDiedError if is_real else UserError)(
                 f"A run of case {case.name} has ended: {error!r}",
                 where="; ".join(f"{log.name}: {log.read_text()[-1000:]}" for log in logs),
                 do="Read what it says",
