@@ -222,7 +222,7 @@ SPLITS = Table(
 
 DURATIONS = Table(
     "durations",
-    3,
+    4,
     "how long one segment of computation, or one kind of transfer, takes",
     (
         Column("kind", TEXT, "segment or transfer"),
@@ -241,7 +241,7 @@ DURATIONS = Table(
         Column("high_ns", pa.int64(), "last decile of the measurements; -1 if unknown"),
         Column("sigma", pa.float64(), "of a lognormal around it; 0 if constant or unknown"),
         Column("count", pa.int64(), "measurements that it rests on"),
-        Column("cpu_ns", pa.int64(), "of a transfer: time that it takes from the rank's core"),
+        Column("cpu_ns", pa.int64(), "of a transfer: what it takes of the core after its call"),
         Column("call_ns", pa.int64(), "of a transfer: time until its call returns to the program"),
         Column("source", TEXT, "measured, captured, table, model or given"),
         Column("assumptions", TEXT, "what the duration rests on besides, else empty"),
@@ -250,7 +250,7 @@ DURATIONS = Table(
 
 MEASURED_TRANSFERS = Table(
     "measured_transfers",
-    3,
+    4,
     "how long transfers of one kind and size took between processes of one host",
     (
         Column("kind", TEXT, "as in calls"),
@@ -262,7 +262,7 @@ MEASURED_TRANSFERS = Table(
         Column("median_ns", pa.int64(), "of the same"),
         Column("low_ns", pa.int64(), "first decile"),
         Column("high_ns", pa.int64(), "last decile"),
-        Column("cpu_ns", pa.int64(), "mean time of the backend's threads on a rank's core"),
+        Column("cpu_ns", pa.int64(), "mean time that other threads take from the program after it"),
         Column("call_ns", pa.int64(), "mean time until the call returns to the program"),
     ),
 )

@@ -38,7 +38,8 @@ class Duration:
             split sizes; `ns` is their median.
         low_ns: First decile of the measurements; -1 where it is unknown.
         high_ns: Last decile of the measurements; -1 where it is unknown.
-        cpu_ns: Time that a transfer takes from the core of the rank that waits for it.
+        cpu_ns: Time that a transfer takes from its rank's core after the call, while the
+            program computes.
         call_ns: Time that its call takes, until the program goes on.
         assumptions: What it rests on besides, for people.
     """

@@ -60,7 +60,7 @@ def _preparation(case: Mapping[str, Any], rank: int) -> Preparation:
 def _measure(
     prepare: Preparation, spec: Mapping[str, Any], factors: Iterator[float]
 ) -> list[list[int]]:
-    """(arrival, return of the call, end, time of other threads) of each repetition, in ns."""
+    """(arrival, return of the call, end, time of other threads after it) of each repetition, ns."""
     num_steps = gloo_calls.steps_in(spec["compute_ns"])
     for _ in range(_WARM_UP):
         _once(prepare, num_steps)
@@ -80,8 +80,9 @@ def _measure(
             stamps.append(_once(prepare, round(next(factors) * int(agreed[1]))))
     finally:
         gc.enable()
-    # What other threads took from one arrival to the next belongs to the first call.
-    return [[*stamp[:3], after[3] - stamp[3]] for stamp, after in itertools.pairwise(stamps)]
+    # What other threads took from a call's return to the next arrival belongs to that call: the
+    # program may compute all the while.
+    return [[*stamp[:3], after[3] - stamp[4]] for stamp, after in itertools.pairwise(stamps)]
 
 
 def _factors(case: Mapping[str, Any], rank: int) -> Iterator[float]:
@@ -98,14 +99,15 @@ def _factors(case: Mapping[str, Any], rank: int) -> Iterator[float]:
 def _once(prepare: Preparation, num_steps: int) -> list[int]:
     compute(num_steps)
     call = prepare()
-    others = others_ns()
+    before = others_ns()
     arrival = time.monotonic_ns()
     work = call()
     returned = time.monotonic_ns()
+    after = others_ns()
     if work is not None:
         work.wait()
     end = time.monotonic_ns()
-    return [arrival, returned, end, others]
+    return [arrival, returned, end, before, after]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ Reads FOLDER/scene.json and writes FOLDER/rank-RANK.json: of each repetition of 
 scene the stamps of each call. The process computes, calls and waits in the order and for the
 times in which a captured rank does, with tensors that it has just made. What comes before a
 call, and how long, decides how soon gloo's threads get its core (docs/transfers.md).
+
+A call ends when the program's wait for it returns or, if the program computes until later,
+when gloo's thread says so. Messages and reduce_scatter have no future, through which it would:
+of them only a wait tells, that comes at once or in which the program slept.
 """
 
 from __future__ import annotations
@@ -12,20 +16,25 @@ import gc
 import json
 import os
 import random
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from crystalllm import native
 from crystalllm.transfers import gloo_calls
 from crystalllm.transfers.gloo_calls import UNEQUAL, compute, others_ns
 
 _WARM_UP = 3
 _LEAST_REPETITIONS = 5
+# What ended before a wait that came so soon ended just then.
+_AT_ONCE_NS = 100_000
 # Blocks of computation from which the time of one step is known.
 _BLOCKS, _STEPS_PER_BLOCK = 15, 10
 
@@ -86,40 +95,85 @@ class _Part:
             )
             for p in posts
         ]
+        self.kinds = [p["kind"] for p in posts]
+        # By kind, whether its works have a future.
+        self.has_future: dict[str, bool] = {}
         self.step_ns = _step_ns()
         # Calls of the last repetition for which it did not wait: their peers may make theirs
         # in the next one.
-        self.left: list[Any] = []
+        self.left: list[_Outstanding] = []
 
     def play(self) -> list[list[int]]:
-        """(arrival, return of the call, end or 0, time of other threads before it) of each call."""
-        stamps = [[0, 0, 0, 0] for _ in self.calls]
-        works: dict[int, Any] = {}
+        """Stamps of each call.
+
+        Returns:
+            (arrival, return of the call, end, time of other threads after it, whether the end
+            is exact). The end is at most what it says, and 0 if nobody waited yet. The time of
+            other threads is what they have, until the next call, while this process neither
+            makes a call nor waits: what they take from the program's computation.
+        """
+        stamps = [[0] * 5 for _ in self.calls]
+        outstanding: dict[int, _Outstanding] = {}
+        others, latest = others_ns(), [0] * 5
         for what, argument in self.steps:
             if what == "compute":
                 compute(round(argument * self.chance.uniform(*UNEQUAL) / self.step_ns))
-            elif what == "post":
-                works[argument] = _post(self.calls[argument](), stamps[argument])
+                continue
+            if what == "post":
+                call, stamp = self.calls[argument](), stamps[argument]
+                latest[3] += others_ns() - others
+                outstanding[argument] = self._post(call, stamp, self.kinds[argument])
+                latest = stamp
             else:
+                latest[3] += others_ns() - others
                 for number in argument:
-                    works.pop(number).wait()
-                    stamps[number][2] = time.monotonic_ns()
+                    outstanding.pop(number).wait()
+            others = others_ns()
+        latest[3] += others_ns() - others
         self.finish()
-        self.left = list(works.values())
+        self.left = list(outstanding.values())
         return stamps
 
     def finish(self) -> None:
-        for work in self.left:
-            work.wait()
+        for call in self.left:
+            call.wait()
         self.left = []
 
+    def _post(self, call: Callable[[], Any], stamp: list[int], kind: str) -> _Outstanding:
+        stamp[0] = time.monotonic_ns()
+        work = call()
+        stamp[1] = time.monotonic_ns()
+        completion = None
+        if self.has_future.get(kind, True):
+            try:
+                completion = native.load().Completion(work)
+            except RuntimeError:
+                self.has_future[kind] = False
+        return _Outstanding(work, stamp, completion)
 
-def _post(call: Callable[[], Any], stamp: list[int]) -> Any:
-    stamp[3] = others_ns()
-    stamp[0] = time.monotonic_ns()
-    work = call()
-    stamp[1] = time.monotonic_ns()
-    return work
+
+@dataclass
+class _Outstanding:
+    """A call for which the program has not waited."""
+
+    work: Any
+    stamp: list[int]
+    completion: Any
+
+    def wait(self) -> None:
+        begin, sleeps = time.monotonic_ns(), _num_sleeps()
+        self.work.wait()
+        end = time.monotonic_ns()
+        is_exact = begin - self.stamp[1] <= _AT_ONCE_NS or _num_sleeps() > sleeps
+        if self.completion is not None:
+            is_exact = True
+            if 0 < self.completion.ns < begin:
+                end = self.completion.ns
+        self.stamp[2], self.stamp[4] = end, int(is_exact)
+
+
+def _num_sleeps() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _step_ns() -> float:

@@ -27,6 +27,9 @@ from crystalllm.transfers.transfer import Transfer
 
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _LOG_LINES = 5
+# Ends of so many calls in scenes are exact, or nothing is said of their class: the others end
+# no later than they say.
+_MOSTLY = 0.9
 # As in a program that runs for long, glibc's malloc gives memory to new tensors that others
 # have used: with its defaults a process that does little else returns it to the kernel each time,
 # and gloo's threads take a page fault for every 4 KiB that they receive.
@@ -70,7 +73,8 @@ def measure_gloo(
     In every repetition all processes compute for a while and then make the call. They
     stamp arrival and end by CLOCK_MONOTONIC; the transfer takes from the last arrival to
     the last end. A send and a recv end for their own rank. The time of the backend is
-    that of all threads of a process but the one that calls, until the next arrival.
+    that of all threads of a process but the one that calls, from the call's return to the
+    next arrival.
 
     Args:
         cases: What to measure; of a kind `send` or `recv`, both are.
@@ -103,7 +107,7 @@ def measure_gloo(
     stamps = [_round("peer", "cases", spec) for _ in range(rounds)]
     found = []
     for number, case in enumerate(wanted):
-        # ranks x repetitions x (arrival, return of the call, end, time of other threads)
+        # ranks x repetitions x (arrival, return of the call, end, time of other threads after it)
         of_case = np.concatenate(
             [
                 np.asarray([of_rank[number] for of_rank in of_round], dtype=np.int64)
@@ -134,7 +138,9 @@ def measure_scenes(
     """Times transfers between real processes that do what captured ranks do.
 
     Processes compute, call and wait in the order of a captured body; otherwise as
-    `measure_gloo`. Only calls for which the program waits at once tell how long they take.
+    `measure_gloo`. While a process waits, the time of the backend takes nothing from it, and
+    is left out. So are kinds of calls whose ends are mostly not known exactly: messages and
+    reduce_scatters that the program does not soon wait for.
 
     Args:
         scenes: From `scenes.scenes`.
@@ -162,9 +168,11 @@ def measure_scenes(
             stamps = np.asarray(_round("scene", "scene", spec), dtype=np.int64)
             for case, num_members, of_call in scene.samples(stamps):
                 samples[case, num_members].append(of_call)
+    found = {at: np.concatenate(of_case) for at, of_case in samples.items()}
     return [
-        _row(case, num_members, *np.concatenate(of_case).T)
-        for (case, num_members), of_case in samples.items()
+        _row(case, num_members, *of_case[:, :3].T)
+        for (case, num_members), of_case in found.items()
+        if of_case[:, 3].mean() >= _MOSTLY
     ]
 
 

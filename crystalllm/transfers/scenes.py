@@ -18,9 +18,8 @@ from crystalllm.replay.program import Capture, Members
 from crystalllm.transfers.case import Case
 from crystalllm.transfers.sizes import size_bytes
 
-# A wait comes at once if no more than this is computed between call and wait: no transfer
-# is over by then.
-_AT_ONCE_NS = 100_000
+# A wait comes soon if no more than this is computed between call and wait.
+_SOON_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Post:
         root: The root of a collective that has one.
         peer: The other end of a message; -1 of a collective.
         tag: Of a message.
-        is_awaited: The program waits for it at once.
+        is_awaited: The program waits for it soon.
     """
 
     case: Case
@@ -44,6 +43,11 @@ class Post:
     peer: int = -1
     tag: int = 0
     is_awaited: bool = False
+
+    @property
+    def tells_its_time(self) -> bool:
+        """When messages and reduce_scatters end only a wait tells; gloo has no future of them."""
+        return self.is_awaited or (self.peer < 0 and self.case.kind != "reduce_scatter")
 
     def to_json(self) -> dict[str, Any]:
         named = asdict(self)
@@ -80,20 +84,22 @@ class Scene:
         return list(found.values())
 
     def samples(self, stamps: np.ndarray) -> Iterator[tuple[Case, int, np.ndarray]]:
-        """What was measured of each call for which the program waits at once.
+        """What was measured of each call whose end is known.
 
         Args:
             stamps: Of each process an array of repetitions x calls x (arrival, return,
-                end, time of other threads before it).
+                end, time of other threads after it, whether the end is exact; else the call
+                ended no later).
 
         Yields:
             Case, number of processes, and repetitions x (transfer time, time of other
-            threads, time in the call).
+            threads, time in the call, whether the transfer time is exact).
         """
         # By process, repetitions x calls.
-        arrived, ended = ([of_one[:, :, i] for of_one in stamps] for i in (0, 2))
-        calling = [of_one[:, :, 1] - of_one[:, :, 0] for of_one in stamps]
-        taken = [_taken(of_one[:, :, 3]) for of_one in stamps]
+        arrived, returned, ended, taken, exact = (
+            [of_one[:, :, i] for of_one in stamps] for i in range(5)
+        )
+        calling = [end - begin for begin, end in zip(arrived, returned, strict=True)]
 
         def of(values: list[np.ndarray], calls: list[tuple[int, int]]) -> np.ndarray:
             return np.stack([values[process][:, number] for process, number in calls])
@@ -102,24 +108,21 @@ class Scene:
             begin = of(arrived, calls).max(axis=0)
             is_message = self._post(calls[0]).peer >= 0
             for side in [[c] for c in calls] if is_message else [calls]:
-                awaited = [at for at in side if self._post(at).is_awaited]
-                if awaited:
-                    took = of(ended, awaited).max(axis=0) - begin
+                timed = [at for at in side if self._post(at).tells_its_time]
+                if timed:
+                    # Members of a collective end together: whose end is exact tells for all.
+                    ends, is_exact = of(ended, timed), of(exact, timed) > 0
+                    end = np.where(is_exact | ~is_exact.any(axis=0), ends, 0).max(axis=0)
                     own = [of(values, side).mean(axis=0) for values in (taken, calling)]
                     post = self._post(side[0])
-                    yield post.case, len(self.groups[post.group]), np.stack([took, *own], axis=1)
+                    yield (
+                        post.case,
+                        len(self.groups[post.group]),
+                        np.stack([end - begin, *own, is_exact.any(axis=0)], axis=1),
+                    )
 
     def _post(self, at: tuple[int, int]) -> Post:
         return self.posts[at[0]][at[1]]
-
-
-def _taken(others: np.ndarray) -> np.ndarray:
-    """Time of other threads from each call's arrival to the next one's.
-
-    Args:
-        others: Before each call, repetitions x calls.
-    """
-    return np.diff(others.reshape(-1), append=others.flat[-1]).reshape(others.shape)
 
 
 def scenes(capture: Capture, wanted: Collection[tuple[Case, int]]) -> list[Scene]:
@@ -130,8 +133,8 @@ def scenes(capture: Capture, wanted: Collection[tuple[Case, int]]) -> list[Scene
         wanted: Cases, and among how many ranks.
 
     Returns:
-        Few of them: who brings nothing new is left out. A case for which no rank waits at
-        once is in none.
+        Few of them: who brings nothing new is left out. A case whose time no call tells is in
+        none.
     """
     bodies = _Bodies(capture)
     found: list[Scene] = []
@@ -146,7 +149,7 @@ def scenes(capture: Capture, wanted: Collection[tuple[Case, int]]) -> list[Scene
                 (post.case, len(scene.groups[post.group]))
                 for posts in scene.posts
                 for post in posts
-                if post.is_awaited
+                if post.tells_its_time
             }
             if shown & missing:
                 found.append(scene)
@@ -224,8 +227,8 @@ class _Bodies:
                 if ended:
                     steps.append(("wait", [number for number, _ in ended]))
                 for number, before in ended:
-                    at_once = computed - before <= _AT_ONCE_NS
-                    posts[number] = replace(posts[number], is_awaited=at_once)
+                    soon = computed - before <= _SOON_NS
+                    posts[number] = replace(posts[number], is_awaited=soon)
         scene.posts.append(posts)
         scene.steps.append(steps)
 

@@ -243,14 +243,15 @@ CallRecord VirtualBackend::issue_part(
   // Where peers are real, the library takes its time itself.
   if (record.transport == Transport::timed) {
     const auto rule = world_->release_rule();
+    const int64_t call_ns = rule->call_ns(record);
+    // What is filled in stands for what they move, in the call and after it.
+    const int64_t owed_ns = rule->cpu_ns(record) - std::max<int64_t>(0, filled_ns - call_ns);
     // Its threads wake up in a call, and take turns with the caller on its core.
-    for (const int64_t call_ns = rule->call_ns(record); filled_ns < call_ns;
-         filled_ns = now_ns() - begin_ns) {
+    for (; filled_ns < call_ns; filled_ns = now_ns() - begin_ns) {
       std::this_thread::yield();
     }
-    // What they had of the core until then made the call as long as it is.
-    if (const int64_t cpu_ns = rule->cpu_ns(record); cpu_ns > filled_ns) {
-      keep_core_busy(cpu_ns - filled_ns);
+    if (owed_ns > 0) {
+      keep_core_busy(owed_ns);
     }
   }
   // Filling in stands for what the library does meanwhile; the rest is the caller's time.

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "c10d/backend.h"
+#include "c10d/completion.h"
 #include "c10d/memory.h"
 #include "c10d/memory_bindings.h"
 #include "c10d/sandbox_bindings.h"
@@ -321,6 +322,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("make"),
         "make(group, timeout) gives a real backend among the group's mates, in their order.");
   m.def("now_ns", &now_ns);
+  py::class_<Completion>(m, "Completion", "When a collective call of a real backend was done.")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Work>& work) { return Completion(*work); }),
+           py::arg("work"))
+      .def_property_readonly("ns", &Completion::ns, "By CLOCK_MONOTONIC; 0 until it is done.");
   m.def("stop_timer",
         [] {
           stop_following();

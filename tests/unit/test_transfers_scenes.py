@@ -88,24 +88,24 @@ def test_a_transfer_takes_from_the_last_arrival_to_the_last_end():
             [Post(reduced, 1, 0, is_awaited=True), Post(received, 1, 0, peer=0, is_awaited=True)],
         ],
     )
-    # (arrival, return, end, time of other threads before it); two repetitions
+    # (arrival, return, end, time of other threads after it, is exact); two repetitions
     stamps = np.array(
         [
             [
-                [[100, 110, 170, 0], [300, 330, 0, 30]],
-                [[1100, 1110, 1180, 50], [1300, 1330, 0, 90]],
+                [[100, 110, 170, 30, 1], [300, 330, 0, 20, 0]],
+                [[1100, 1110, 1180, 40, 1], [1300, 1330, 0, 0, 0]],
             ],
             [
-                [[150, 154, 190, 5], [200, 210, 320, 9]],
-                [[1120, 1124, 1160, 9], [1400, 1410, 1430, 19]],
+                [[150, 154, 190, 4, 1], [200, 210, 320, 0, 0]],
+                [[1120, 1124, 1990, 10, 0], [1400, 1410, 1430, 0, 1]],
             ],
         ]
     )
     found = {case: (ranks, of_call.tolist()) for case, ranks, of_call in scene.samples(stamps)}
     # For the send nobody waited: when it ended is not known.
     assert found == {
-        reduced: (2, [[40, (30 + 4) / 2, (10 + 4) / 2], [60, (40 + 10) / 2, (10 + 4) / 2]]),
-        received: (2, [[20, 0, 10], [30, 0, 10]]),
+        reduced: (2, [[40, (30 + 4) / 2, (10 + 4) / 2, 1], [60, (40 + 10) / 2, (10 + 4) / 2, 1]]),
+        received: (2, [[20, 0, 10, 0], [30, 0, 10, 1]]),
     }
 
 
@@ -125,6 +125,25 @@ def test_processes_play_it(captured):
         assert 0 < row.low_ns <= row.median_ns <= row.high_ns < 10**9
         assert row.call_ns > 0
     assert found[REDUCED].cpu_ns > 0
+
+
+def test_a_call_has_ended_before_a_late_wait():
+    """Gloo's thread tells of an all_reduce; of a reduce_scatter only the wait does, too late."""
+    ms = 1_000_000
+    reduced, scattered = (
+        Case("all_reduce", 4096, "float32"),
+        Case("reduce_scatter", 8192, "float32"),
+    )
+    steps = [("compute", ms), ("post", 0), ("post", 1), ("compute", 60 * ms), ("wait", [0, 1])]
+    scene = Scene(
+        ranks=(0, 1),
+        groups=[[0, 1]],
+        posts=[[Post(reduced, 1024, 0), Post(scattered, 1024, 0, is_awaited=True)]] * 2,
+        steps=[steps] * 2,
+    )
+    (row,) = measure_scenes([scene], _cores(2), rounds=1, repetitions=10, limit_s=60)
+    assert (row.kind, row.count) == ("all_reduce", 10)
+    assert 0 < row.median_ns < 30 * ms
 
 
 def test_what_a_capture_needs_comes_from_scenes_where_it_can(captured):
