@@ -243,6 +243,7 @@ DURATIONS = Table(
         Column("count", pa.int64(), "measurements that it rests on"),
         Column("cpu_ns", pa.int64(), "of a transfer: what it takes of the core after its call"),
         Column("call_ns", pa.int64(), "of a transfer: time until its call returns to the program"),
+        Column("parts_ns", pa.list_(pa.int64()), "of a transfer: what may be drawn; else empty"),
         Column("source", TEXT, "measured, captured, table, model or given"),
         Column("assumptions", TEXT, "what the duration rests on besides, else empty"),
     ),
@@ -264,6 +265,7 @@ MEASURED_TRANSFERS = Table(
         Column("high_ns", pa.int64(), "last decile"),
         Column("cpu_ns", pa.int64(), "mean time that other threads take from the program after it"),
         Column("call_ns", pa.int64(), "mean time until the call returns to the program"),
+        Column("parts_ns", pa.list_(pa.int64()), "means of equal parts of them, ascending"),
     ),
 )
 

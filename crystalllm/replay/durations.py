@@ -41,6 +41,8 @@ class Duration:
         cpu_ns: Time that a transfer takes from its rank's core after the call, while the
             program computes.
         call_ns: Time that its call takes, until the program goes on.
+        parts_ns: Means of equal parts of the measurements, ascending: what is drawn where
+            the replay draws. Empty where they are not known.
         assumptions: What it rests on besides, for people.
     """
 
@@ -53,6 +55,7 @@ class Duration:
     high_ns: int = -1
     cpu_ns: int = 0
     call_ns: int = 0
+    parts_ns: tuple[int, ...] = ()
     assumptions: str = ""
 
 
@@ -154,7 +157,7 @@ class DurationTable:
 def _row(kind: str, at: tuple[Any, ...], d: Duration, ns: int, count: int) -> tuple[Any, ...]:
     """Values of the columns of `durations`, in their order."""
     spread = (d.low_ns, d.high_ns, d.sigma, count)
-    return (kind, *at, ns, *spread, d.cpu_ns, d.call_ns, d.source, d.assumptions)
+    return (kind, *at, ns, *spread, d.cpu_ns, d.call_ns, list(d.parts_ns), d.source, d.assumptions)
 
 
 def _of_row(row: Mapping[str, Any]) -> Duration:
@@ -167,6 +170,7 @@ def _of_row(row: Mapping[str, Any]) -> Duration:
         high_ns=row["high_ns"],
         cpu_ns=row["cpu_ns"],
         call_ns=row["call_ns"],
+        parts_ns=tuple(row["parts_ns"]),
         assumptions=row["assumptions"],
     )
 

@@ -144,8 +144,8 @@ class _Classes:
             self.ns.append(d.ns)
             self.spread.append(d.sigma)
             self.durations.append(d)
-            if d.choices:
-                self.choices[number] = d.choices
+            if d.choices or d.parts_ns:
+                self.choices[number] = d.choices or tuple((ns, 1) for ns in d.parts_ns)
         return self.names[name]
 
 

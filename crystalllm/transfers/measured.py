@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,8 @@ _LOG_LINES = 5
 # Ends of so many calls in scenes are exact, or nothing is said of their class: the others end
 # no later than they say.
 _MOSTLY = 0.9
+# Of the measurements of one kind and size. Gloo's slow mode is one of ten or twenty.
+_PARTS = 20
 # As in a program that runs for long, glibc's malloc gives memory to new tensors that others
 # have used: with its defaults a process that does little else returns it to the kernel each time,
 # and gloo's threads take a page fault for every 4 KiB that they receive.
@@ -55,6 +58,7 @@ class MeasuredTransfer:
     high_ns: int
     cpu_ns: int
     call_ns: int
+    parts_ns: tuple[int, ...] = ()
 
 
 def measure_gloo(
@@ -249,7 +253,16 @@ def _row(
         int(high),
         round(float(cpu.mean())),
         round(float(calling.mean())),
+        tuple(_parts(took).round().astype(int).tolist()),
     )
+
+
+def _parts(values: np.ndarray) -> np.ndarray:
+    """Means of `_PARTS` equal parts of the values, ascending; of one at a border, its share."""
+    sums = np.concatenate([[0], np.cumsum(np.sort(values))])
+    borders = np.linspace(0, values.size, _PARTS + 1)
+    parts: np.ndarray = np.diff(np.interp(borders, np.arange(values.size + 1), sums))
+    return parts * _PARTS / values.size
 
 
 def _check(cases: Sequence[Case], num_ranks: int, cores: Sequence[int]) -> None:
@@ -344,7 +357,10 @@ class MeasuredTransfers:
     @classmethod
     def load(cls, path: Path) -> MeasuredTransfers:
         table, _ = tables.MEASURED_TRANSFERS.read(path)
-        return cls(MeasuredTransfer(**row) for row in table.to_pylist())
+        return cls(
+            MeasuredTransfer(**{**row, "parts_ns": tuple(row["parts_ns"])})
+            for row in table.to_pylist()
+        )
 
     def find(self, transfer: Transfer) -> Duration | None:
         """The time of a transfer among as many gloo ranks of one node; else None.
@@ -365,7 +381,10 @@ class MeasuredTransfers:
             curves[name].at(transfer.num_bytes)[0]
             for name in ("low_ns", "high_ns", "cpu_ns", "call_ns")
         )
-        # They have no shape that could be drawn from: each takes the mean.
+        shape = min(
+            (row for row in self.rows if (row.kind, row.dtype, row.ranks) == at),
+            key=lambda row: abs(math.log(max(1, row.bytes) / max(1, transfer.num_bytes))),
+        )
         return Duration(
             round(ns),
             count=self.counts[at],
@@ -374,6 +393,7 @@ class MeasuredTransfers:
             high_ns=round(high),
             cpu_ns=round(cpu),
             call_ns=round(call),
+            parts_ns=tuple(round(ns * part / shape.mean_ns) for part in shape.parts_ns),
             assumptions=f"gloo on this host, {transfer.kind} of {at[1] or 'nothing'} among "
             f"{at[2]} processes: {how}",
         )

@@ -214,6 +214,20 @@ def test_a_duration_table_survives_its_file(durations, tmp_path):
     assert len(split[0].choices) == 2
 
 
+def test_parts_of_a_measurement_are_drawn(captured, durations):
+    parts = {key: changed(d, parts_ns=(70, 90)) for key, d in durations.transfers.items()}
+    of_parts = DurationTable(durations.segments, parts)
+    found = program.Capture.read(captured)
+    made = program.build(found, of_parts, draw=True)
+    drawn = made.world.durations.choices
+    assert ((70, 1), (90, 1)) in drawn.values()
+    # A call whose size varies takes one of its sizes' times.
+    assert {c for c in drawn.values() if c != ((70, 1), (90, 1))} == {
+        d.choices for d in durations.transfers.values() if d.choices
+    }
+    assert not program.build(found, of_parts).world.durations.choices
+
+
 def test_what_a_table_lacks_is_named(captured, durations):
     key = next(iter(durations.transfers))
     found = program.Capture.read(captured)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from crystalllm.errors import UserError
@@ -50,6 +51,8 @@ def test_every_kind_is_measured_between_two_processes(rows):
         assert row.count >= 10
         assert 0 < row.low_ns <= row.median_ns <= row.high_ns < 60 * 10**9
         assert row.call_ns > 0
+        assert list(row.parts_ns) == sorted(row.parts_ns)
+        assert np.mean(row.parts_ns) == pytest.approx(row.mean_ns, rel=1e-3)
     # Two thousand times the bytes take longer, and gloo's threads work for it.
     small, large = (found["all_reduce", "float32", size] for size in (SMALL, LARGE))
     assert large.low_ns > 2 * small.low_ns
@@ -65,7 +68,10 @@ def test_measurements_survive_their_file(rows, tmp_path):
 
 
 def _row(kind="all_reduce", dtype="float32", ranks=2, size=1000, ns=50_000, cpu=10_000):
-    return MeasuredTransfer(kind, dtype, ranks, size, 100, ns, ns, ns // 2, 2 * ns, cpu, 5_000)
+    parts = (ns // 2, 3 * ns // 2)
+    return MeasuredTransfer(
+        kind, dtype, ranks, size, 100, ns, ns, ns // 2, 2 * ns, cpu, 5_000, parts
+    )
 
 
 def _transfer(kind="all_reduce", size=1000, dtype="float32", placement="2x1", backend="gloo"):
@@ -79,9 +85,11 @@ def test_only_what_was_measured_is_said():
     exact = found.find(_transfer())
     assert (exact.ns, exact.low_ns, exact.high_ns) == (50_000, 25_000, 100_000)
     assert (exact.source, exact.cpu_ns, exact.count) == ("measured", 10_000, 100)
-    assert (exact.call_ns, exact.sigma) == (5_000, 0.0), "the mean is not drawn around"
+    assert (exact.call_ns, exact.sigma) == (5_000, 0.0), "no lognormal: parts are drawn"
+    assert exact.parts_ns == (25_000, 75_000)
     between = found.find(_transfer(size=2000))
     assert (between.ns, between.cpu_ns) == (100_000, 20_000)
+    assert between.parts_ns == (50_000, 150_000), "the shape of the nearest, around its own mean"
     assert "between 1000 and 4000 bytes" in between.assumptions
     # Bytes are moved alike whatever they mean, but not added up alike.
     assert found.find(_transfer("all_gather", dtype="int64")).ns == 50_000
