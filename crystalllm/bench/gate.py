@@ -6,6 +6,8 @@ So runs that are compared alternate every few seconds, in processes that have lo
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -13,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 _KEY = b"crystalllm"
+# Until a program has come, and until it is its turn.
 _LIMIT_S = 300.0
+# A block takes some seconds.
+_TURN_LIMIT_S = 60.0
 _STOP = 0
 
 
@@ -27,7 +32,7 @@ class Gate:
 
     def __init__(self, address: str, name: str) -> None:
         self._connection = Client(address, authkey=_KEY)
-        self._connection.send(name)
+        self._connection.send((name, os.getpid()))
         self._times: list[int] = []
         self._left = self._turn()
 
@@ -50,12 +55,21 @@ class Gate:
         return int(self._connection.recv())
 
 
+class LateError(TimeoutError):
+    """A program did not end its turn."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} did not end its turn within {_TURN_LIMIT_S:g} s.")
+        self.name = name
+
+
 class Gates:
     """The side that gives turns."""
 
     def __init__(self, folder: Path) -> None:
         self._listener = Listener(str(folder / "gate"), family="AF_UNIX", authkey=_KEY)
         self._connections: dict[str, Connection] = {}
+        self._pids: dict[str, int] = {}
 
     @property
     def address(self) -> str:
@@ -69,8 +83,8 @@ class Gates:
             if not wait([waiting], _LIMIT_S):
                 raise TimeoutError(f"{', '.join(sorted(missing))} did not come.")
             connection = self._listener.accept()
-            name = connection.recv()
-            self._connections[name] = connection
+            name, pid = connection.recv()
+            self._connections[name], self._pids[name] = connection, pid
             missing.discard(name)
 
     def turn(self, names: Iterable[str], iterations: int) -> dict[str, list[int]]:
@@ -80,14 +94,15 @@ class Gates:
 
         Raises:
             EOFError: One has ended.
+            LateError: One goes on for too long.
         """
         chosen = list(names)
         for name in chosen:
             self._connections[name].send(iterations)
         found = {}
         for name in chosen:
-            if not self._connections[name].poll(_LIMIT_S):
-                raise TimeoutError(f"{name} did not end its turn within {_LIMIT_S:g} s.")
+            if not self._connections[name].poll(_TURN_LIMIT_S):
+                raise LateError(name)
             found[name] = self._connections[name].recv()
         return found
 
@@ -97,3 +112,9 @@ class Gates:
             with contextlib.suppress(OSError):  # it has ended
                 connection.send(_STOP)
         self._listener.close()
+
+    def kill(self) -> None:
+        """Ends those too that do not come to their gate."""
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
