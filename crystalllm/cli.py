@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, command = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
     args = parser.parse_args(arguments)
-    if command is not None and args.verb != "run":
-        parser.error("only run takes a program after --")
+    if command is not None and args.verb not in ("run", "init"):
+        parser.error("only run and init take a program after --")
     try:
         code = args.function(args, command)
     except UserError as error:
@@ -97,6 +97,18 @@ def _parser() -> argparse.ArgumentParser:
         help="keep LOCAL_RANK also where it names no CUDA device that exists",
     )
     run.set_defaults(function=_run)
+
+    init = verbs.add_parser(
+        "init",
+        allow_abbrev=False,
+        help="write a first job file for a program",
+        usage="python -m crystalllm init [options] (--program P [-- arguments] | -- torchrun …)",
+    )
+    init.add_argument("--program", help="script, or '-m' and a module")
+    init.add_argument("--name", help="of the job (default: the script's)")
+    init.add_argument("--world-size", type=_from(1), help="logical ranks")
+    init.add_argument("--ranks-per-node", type=_from(1), help="of a logical node (default 8)")
+    init.set_defaults(function=_init)
 
     capture = verbs.add_parser(
         "capture", allow_abbrev=False, help="run logical ranks and keep what they communicate"
@@ -328,6 +340,15 @@ def _parser() -> argparse.ArgumentParser:
     anomalies.add_argument("--limit", type=int, help="rows of each table, as for inspect")
     anomalies.set_defaults(function=_anomalies)
 
+    report = verbs.add_parser("report", allow_abbrev=False, help="pictures and tables of a run")
+    report.add_argument("run", type=Path, help="results/<job>, or the folder of a run")
+    report.add_argument(
+        "--capture", type=Path, help="folder that capture wrote (default: beside the run)"
+    )
+    report.add_argument("--cluster", help="whose devices' memory is the capacity")
+    report.add_argument("--out", type=Path, help="folder (default results/<job>/report/<run>)")
+    report.set_defaults(function=_report)
+
     compare = verbs.add_parser("compare", allow_abbrev=False, help="compare two runs")
     compare.add_argument("a", type=Path, help="results/<job>, or the folder of a run")
     compare.add_argument("b", type=Path, help="another one")
@@ -500,6 +521,26 @@ def _run(args: argparse.Namespace, command: list[str] | None) -> int:
         transfer_ns=round(args.transfer_us * 1000),
         logical_local_rank=args.logical_local_rank,
     )
+
+
+def _init(args: argparse.Namespace, command: list[str] | None) -> int:
+    from crystalllm.first_job import first_job
+
+    made = first_job(
+        command or [],
+        program=args.program,
+        name=args.name,
+        world_size=args.world_size,
+        ranks_per_node=args.ranks_per_node,
+    )
+    path = made.write()
+    print(f"{path}: {made.job.world_size} ranks of {made.job.program}")
+    for note in made.notes:
+        print(f"- {note}")
+    print("Then:")
+    print(f"  python -m crystalllm run --job {made.name} --rank 0      # one rank, nothing timed")
+    print(f"  snakemake --cores all --config 'jobs=[{made.name}]'       # all stages, the table")
+    return 0
 
 
 def _capture(args: argparse.Namespace, _: object) -> int:
@@ -780,6 +821,18 @@ def _anomalies(args: argparse.Namespace, _: object) -> int:
     else:
         show_anomalies(found, limit=args.limit)
         print(f"results in {out}")
+    return 0
+
+
+def _report(args: argparse.Namespace, _: object) -> int:
+    from crystalllm import report
+    from crystalllm.compare.runs import run_folder
+    from crystalllm.config import load_cluster
+
+    run = run_folder(args.run)
+    case = report.Case(run, args.capture or run.parent / "capture")
+    cluster = load_cluster(args.cluster) if args.cluster is not None else None
+    print(report.write(case, args.out or run.parent / "report" / run.name, cluster=cluster))
     return 0
 
 
