@@ -417,6 +417,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = verbs.add_parser("doctor", help="say what this machine has and lacks")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--bundle", type=Path, metavar="FILE", help="write what an issue asks for")
+    doctor.add_argument("--of", type=Path, metavar="DIR", help="with it: results/<job>, its runs")
     doctor.set_defaults(function=_doctor)
 
     build = verbs.add_parser("build", help="build the native extension")
@@ -922,6 +924,13 @@ def _doctor(args: argparse.Namespace, _: object) -> int:
     from crystalllm import doctor
 
     findings = doctor.examine()
+    if args.bundle is not None:
+        from crystalllm import artifacts
+        from crystalllm.bundle import bundle
+
+        artifacts.write_atomically(args.bundle, bundle(findings, args.of).encode())
+        print(f"{args.bundle}: read it before you send it")
+        return 0
     doctor.show(findings, as_json=args.json)
     return 0 if all(f.ok or not f.required for f in findings) else 1
 
