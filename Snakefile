@@ -24,6 +24,12 @@ rule emulate_all:
         rules.verdict.output.done,
 
 
+rule report_all:
+    """Pictures and tables of all cases; snakemake --report report.zip report_all joins them."""
+    input:
+        [f"{pages(case)}/index.html" for case in CASES],
+
+
 rule planning_all:
     """Runtime profiles of all jobs."""
     input:

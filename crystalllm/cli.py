@@ -827,14 +827,14 @@ def _anomalies(args: argparse.Namespace, _: object) -> int:
 
 
 def _report(args: argparse.Namespace, _: object) -> int:
-    from crystalllm import report
     from crystalllm.compare.runs import run_folder
     from crystalllm.config import load_cluster
+    from crystalllm.report import pages
 
     run = run_folder(args.run)
-    case = report.Case(run, args.capture or run.parent / "capture")
+    case = pages.Case(run, args.capture or run.parent / "capture")
     cluster = load_cluster(args.cluster) if args.cluster is not None else None
-    print(report.write(case, args.out or run.parent / "report" / run.name, cluster=cluster))
+    print(pages.write(case, args.out or run.parent / "report" / run.name, cluster=cluster))
     return 0
 
 

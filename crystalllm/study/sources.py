@@ -26,6 +26,7 @@ _ENTRIES = {
     "planning": ("crystalllm.planning", "crystalllm.sandbox.worker", "crystalllm.transfers"),
     "emulate": ("crystalllm.emulate", "crystalllm.sandbox.worker"),
     "table": ("crystalllm.study.table",),
+    "report": ("crystalllm.report.pages",),
 }
 # Programs of their own that lie in the package: jobs depend on them as on any program.
 _PROGRAMS = _PACKAGE / "examples"
@@ -52,7 +53,7 @@ def library_digest(stage: str) -> str:
     """Digest of the modules that a stage uses, of the patches and of the native sources.
 
     Args:
-        stage: capture, planning, emulate or table.
+        stage: capture, planning, emulate, table or report.
     """
     code = "".join(f"import {name}\n" for name in _ENTRIES[stage])
     files = {p for p in _imported(code, [_ROOT]) if _is_library(p)}

@@ -95,9 +95,10 @@ def transfer_durations(
 def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
     """Measures those transfers of a capture that this host can show.
 
-    Processes do what captured ranks do (`measure_scenes`). What no rank waits for at once is
-    measured by itself (`measure_all`); between calls processes then compute for as long as the
-    captured program does, in the mean.
+    Processes do what captured ranks do (`measure_scenes`). Transfers whose ends that does not
+    show are measured by themselves (`measure_all`); between calls processes then compute for as
+    long as the captured program does, in the mean. What such calls take from the program still
+    is what they took in scenes.
     """
     wanted = {
         (Case(t.kind, t.num_bytes, t.dtype), t.placement.ranks): t
@@ -105,7 +106,7 @@ def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
         for t in of_key
         if can_show(t, len(cores))
     }
-    rows = measure_scenes(scenes(capture, wanted), cores)
+    rows, untimed = measure_scenes(scenes(capture, wanted), cores)
     # Rows have whole elements.
     shown = {(r.kind, r.dtype, r.ranks, r.bytes) for r in rows}
     rest = [
@@ -114,7 +115,11 @@ def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
         if (case.kind, case.dtype, ranks, case.row_bytes(ranks)) not in shown
     ]
     by_themselves = measure_all(rest, cores, compute_ns=_computation_per_call(capture))
-    return MeasuredTransfers([*rows, *by_themselves.rows])
+    costs = {(r.kind, r.dtype, r.ranks, r.bytes): r for r in untimed}
+    for row in by_themselves.rows:
+        seen = costs.get((row.kind, row.dtype, row.ranks, row.bytes), row)
+        rows.append(replace(row, cpu_ns=seen.cpu_ns, call_ns=seen.call_ns))
+    return MeasuredTransfers(rows)
 
 
 def _computation_per_call(capture: Capture) -> int:

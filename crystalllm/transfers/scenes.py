@@ -84,7 +84,7 @@ class Scene:
         return list(found.values())
 
     def samples(self, stamps: np.ndarray) -> Iterator[tuple[Case, int, np.ndarray]]:
-        """What was measured of each call whose end is known.
+        """What was measured of each call.
 
         Args:
             stamps: Of each process an array of repetitions x calls x (arrival, return,
@@ -93,7 +93,8 @@ class Scene:
 
         Yields:
             Case, number of processes, and repetitions x (transfer time, time of other
-            threads, time in the call, whether the transfer time is exact).
+            threads, time in the call, whether the transfer time is exact, else it is at most
+            what it says).
         """
         # By process, repetitions x calls.
         arrived, returned, ended, taken, exact = (
@@ -108,18 +109,17 @@ class Scene:
             begin = of(arrived, calls).max(axis=0)
             is_message = self._post(calls[0]).peer >= 0
             for side in [[c] for c in calls] if is_message else [calls]:
-                timed = [at for at in side if self._post(at).tells_its_time]
-                if timed:
-                    # Members of a collective end together: whose end is exact tells for all.
-                    ends, is_exact = of(ended, timed), of(exact, timed) > 0
-                    end = np.where(is_exact | ~is_exact.any(axis=0), ends, 0).max(axis=0)
-                    own = [of(values, side).mean(axis=0) for values in (taken, calling)]
-                    post = self._post(side[0])
-                    yield (
-                        post.case,
-                        len(self.groups[post.group]),
-                        np.stack([end - begin, *own, is_exact.any(axis=0)], axis=1),
-                    )
+                ends, is_exact = of(ended, side), of(exact, side) > 0
+                is_exact &= np.array([[self._post(at).tells_its_time] for at in side])
+                # Members of a collective end together: whose end is exact tells for all.
+                end = np.where(is_exact | ~is_exact.any(axis=0), ends, 0).max(axis=0)
+                own = [of(values, side).mean(axis=0) for values in (taken, calling)]
+                post = self._post(side[0])
+                yield (
+                    post.case,
+                    len(self.groups[post.group]),
+                    np.stack([np.maximum(end - begin, 0), *own, is_exact.any(axis=0)], axis=1),
+                )
 
     def _post(self, at: tuple[int, int]) -> Post:
         return self.posts[at[0]][at[1]]

@@ -17,7 +17,7 @@ from crystalllm.capture import capture
 from crystalllm.config import load_cluster
 from crystalllm.errors import UserError
 from crystalllm.replay.program import Capture
-from crystalllm.report import figures, frames
+from crystalllm.report import figures, frames, pages
 from crystalllm.sandbox.outcome import PARTS
 from crystalllm.transfers.uniform import uniform_transfers
 
@@ -45,13 +45,13 @@ def case(tmp_path_factory):
     )
     summary = sandbox.run(setup, folder / "emulate")
     assert summary["status"] == "ok", summary
-    return report.Case(folder / "emulate", folder / "capture")
+    return pages.Case(folder / "emulate", folder / "capture")
 
 
 @pytest.fixture(scope="module")
 def written(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
-    return report.write(case, out, cluster=load_cluster("h200-2x8"))
+    return pages.write(case, out, cluster=load_cluster("h200-2x8"))
 
 
 def texts(path):
@@ -88,7 +88,7 @@ def test_captions_say_this_run_s_numbers(case, written):
 
 
 def test_the_same_run_gives_the_same_files(case, written, tmp_path):
-    report.write(case, tmp_path, cluster=load_cluster("h200-2x8"))
+    pages.write(case, tmp_path, cluster=load_cluster("h200-2x8"))
     for path in written.parent.iterdir():
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -127,7 +127,7 @@ def test_a_run_without_times_says_why(case, tmp_path):
     summary = {**case.summary, "status": "oom", "reason": "Rank 5 wants more than 1 MiB."}
     summary["ranks_of_interest"] = {}
     artifacts.write_atomically(run / "summary.json", json.dumps(summary).encode())
-    page = report.write(report.Case(run, case.capture), tmp_path / "report")
+    page = pages.write(pages.Case(run, case.capture), tmp_path / "report")
     for name in report.PICTURES:
         assert "Rank 5 wants more" in (page.parent / f"{name}.rst").read_text()
 

@@ -10,6 +10,7 @@ from snakemake.exceptions import WorkflowError
 
 from crystalllm import study
 from crystalllm.errors import UserError
+from crystalllm.report import PICTURES, QUESTIONS
 from crystalllm.run import Program
 from crystalllm.study import outlook, sources
 from crystalllm.study.model import CONFIG, Study
@@ -35,6 +36,10 @@ OF_FOLDER = {case.folder: case for case in reversed(CASES)}
 OF_RUN = {(case.folder, case.run): case for case in CASES}
 FOLDERS = list(OF_FOLDER)
 CLEAN = {folder: "clean_" + "_".join(Path(folder).parts) for folder in FOLDERS}
+REPORT = {
+    at: "report_" + "_".join([*Path(at[0]).parts, *at[1].split("_")[1:]])
+    for at in OF_RUN
+}
 SEVERAL_NODES = [f for f in FOLDERS if OF_FOLDER[f].options.emulate.nodes > 1]
 ONE_NODE = [f for f in FOLDERS if f not in SEVERAL_NODES]
 # Times are measured there: they take the machine for themselves.
@@ -150,6 +155,22 @@ def minutes(stage):
         return attempt * outlook.minutes(OUTLOOK, wildcards.job, stage)
 
     return of_job
+
+
+def pages(case):
+    """Folder of a case's pictures."""
+    return f"{RESULTS}/{case.folder}/report/{case.run}"
+
+
+def shown(case, name):
+    """A picture or table as Snakemake's report shows it."""
+    kind = "svg" if name in PICTURES else "html"
+    return report(
+        f"{pages(case)}/{name}.{kind}",
+        caption=os.path.abspath(f"{pages(case)}/{name}.rst"),
+        category=f"{case.folder} ({case.run})",
+        labels={"question": QUESTIONS[name]},
+    )
 
 
 def print_results():

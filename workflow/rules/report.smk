@@ -42,6 +42,31 @@ rule verdict:
         "../scripts/verdict.py"
 
 
+# A rule for each case, since captions are files of their own, which say the case's numbers.
+for _case in CASES:
+
+    rule:
+        name:
+            REPORT[_case.folder, _case.run]
+        input:
+            summary=f"{RESULTS}/{_case.folder}/{_case.run}/summary.json",
+            structure=f"{RESULTS}/{_case.folder}/capture/structure.json",
+        output:
+            page=f"{pages(_case)}/index.html",
+            pictures=[shown(_case, name) for name in QUESTIONS],
+            captions=[f"{pages(_case)}/{name}.rst" for name in QUESTIONS],
+        log:
+            f"{RESULTS}/{_case.folder}/logs/report-{_case.run}.log",
+        localrule: True
+        params:
+            cluster=_case.cluster,
+            library=sources.library_digest("report"),
+        message:
+            f"Drawing {_case.folder} ({_case.run})"
+        script:
+            "../scripts/report.py"
+
+
 onsuccess:
     print_results()
 
