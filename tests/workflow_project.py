@@ -137,6 +137,7 @@ SAID = {
     r"^Job \d+: Measuring (\S+): ranks": "planning",
     r"^Job \d+: Emulating (\S+)": "emulate",
     r"^Job \d+: Putting": "table",
+    r"^Job \d+: Drawing (\S+)": "report",
 }
 
 

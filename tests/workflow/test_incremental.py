@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import time
+import zipfile
 
 import pandas as pd
 import psutil
@@ -18,6 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from workflow_project import JOBS, Project, program, rules_in, stages
+
+from crystalllm.report import PICTURES
+
+# What browsers show at once, and mail takes.
+MOST_REPORTED = 4 << 20
 
 pytestmark = pytest.mark.heavy
 
@@ -70,6 +76,22 @@ def test_a_whole_run_leaves_results_and_a_table(project):
     assert "iteration ms" in text
     header = (project.folder / "results" / "infeasible.tsv").read_text()
     assert header == "sweep\tpoint\treason\n"
+
+
+def test_pictures_of_all_cases_join_in_snakemake_s_report(project):
+    assert rules_in(project.run("report_all")) == stages("report")
+    assert project.would_run("report_all") == set()
+    project.run("--report", "report.zip", "report_all")
+    with zipfile.ZipFile(project.folder / "report.zip") as report:
+        names = report.namelist()
+        pages = [report.read(n).decode() for n in names if n.endswith(".html")]
+        assert all(info.file_size < MOST_REPORTED for info in report.infolist())
+    for name in PICTURES:
+        assert sum(n.endswith(f"{name}.svg") for n in names) == len(JOBS)
+    # Captions say the numbers of each.
+    for name in JOBS:
+        (rank,) = project.summary(name)["ranks_of_interest"].values()
+        assert any(f"took {rank['iteration_ns'] / 1e6:.1f} ms" in page for page in pages)
 
 
 def test_touching_nothing_runs_nothing(project):
