@@ -80,7 +80,7 @@ def test_a_whole_run_leaves_results_and_a_table(project):
 
 def test_pictures_of_all_cases_join_in_snakemake_s_report(project):
     assert rules_in(project.run("report_all")) == stages("report")
-    assert project.would_run("report_all") == set()
+    assert project.would_run("--", "report_all") == set()
     project.run("--report", "report.zip", "report_all")
     with zipfile.ZipFile(project.folder / "report.zip") as report:
         names = report.namelist()
