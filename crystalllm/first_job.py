@@ -19,6 +19,7 @@ from crystalllm import artifacts
 from crystalllm.config import CLUSTERS, JOBS, Cluster, Job, Parallelism, check_fits, load
 from crystalllm.errors import UserError
 from crystalllm.generated import to_yaml
+from crystalllm.run import Program
 
 _DEFAULT_WORLD = 8
 _DEFAULT_PER_NODE = 8
@@ -123,7 +124,7 @@ def first_job(
         UserError: There is no such program, or the sizes do not fit together.
     """
     launch = _Launch(program, list(command)) if program is not None else _of_command(list(command))
-    _check_program(launch.program)
+    Program(command=tuple(shlex.split(launch.program)))  # is there
     notes = list(launch.notes)
     per_node = ranks_per_node or launch.per_node or _DEFAULT_PER_NODE
     if world_size is None:
@@ -215,20 +216,6 @@ def _of_torchrun(rest: list[str], environment: dict[str, str]) -> _Launch:
         environment,
         tuple(notes),
     )
-
-
-def _check_program(program: str) -> None:
-    parts = shlex.split(program)
-    if not parts or parts == ["-m"]:
-        raise UserError(
-            "Nothing says what to run", where=f"Program {program!r}", do="Name a script or module"
-        )
-    if parts[0] != "-m" and not Path(parts[0]).is_file():
-        raise UserError(
-            "There is no such program",
-            where=f"File {parts[0]}, from folder {Path.cwd()}",
-            do="Pass its path from the folder in which jobs will be run, or -m and a module",
-        )
 
 
 def _with_placeholders(arguments: list[str], notes: list[str]) -> tuple[str, dict[str, int]]:

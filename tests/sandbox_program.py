@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from crystalllm import sandbox
+from crystalllm.capture import capture
 from crystalllm.config import Job, load_job
+from crystalllm.replay.program import Capture
+from crystalllm.transfers.uniform import uniform_transfers
 
 PROGRAM = """
 import argparse, os, sys, time, torch, torch.distributed as dist
@@ -80,3 +84,21 @@ def make_job(folder: Path, *, world_size: int = 8, **fields: object) -> Job:
     path = folder / "job.yaml"
     path.write_text(json.dumps(content))
     return load_job(str(path))
+
+
+def make_setup(folder: Path, rank: int) -> sandbox.Setup:
+    """A run of one of eight ranks, by the captured durations and a model of the links."""
+    job = make_job(folder)
+    capture(job, folder / "capture", strategy="all")
+    captured = Capture.read(folder / "capture")
+    durations = captured.captured_durations()
+    durations.transfers = uniform_transfers(captured.calls, latency_ns=50e3, bytes_per_s=1e9)
+    return sandbox.Setup(
+        job=job,
+        ranks=(rank,),
+        capture=folder / "capture",
+        durations=durations,
+        iterations=4,
+        warm_up=1,
+        limit_s=60,
+    )

@@ -317,4 +317,5 @@ def _end(gates: Gates, runs: Sequence[Future[Any]]) -> None:
     gates.stop()
     if wait(runs, _END_LIMIT_S).not_done:
         gates.kill()
-        wait(runs)
+    for run in runs:
+        run.result()

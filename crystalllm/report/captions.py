@@ -7,23 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from crystalllm.report.frames import Case
+from crystalllm.report.frames import WORDS, Case
 from crystalllm.sandbox.outcome import PARTS
+from crystalllm.sandbox.show import nearest_case, shares
 
-_WORDS = {
-    "compute": "computation",
-    "exposed": "waiting for transfers",
-    "wait": "waiting for others of a collective",
-    "bubble": "waiting for the other side of a message",
-    "host": "inside calls",
-}
 _MIB = 1 << 20
 
 
 def breakdown(case: Case, frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     whole = first["iteration_ms"]
-    parts = ", ".join(f"{first[p] / whole:.1%} {_WORDS[p]}" for p in PARTS)
+    parts = ", ".join(f"{first[p] / whole:.1%} {WORDS[p]}" for p in PARTS)
     trust = case.summary["trust"]
     text = (
         f"Rank {first['rank']} took {whole:.1f} ms for an iteration (median of "
@@ -51,9 +45,10 @@ def pipeline(frame: pd.DataFrame, bubble: Mapping[str, float]) -> str:
     return text + "."
 
 
-def memory(case: Case, rank: int, frame: pd.DataFrame, capacity_bytes: int | None) -> str:
+def memory(case: Case, frame: pd.DataFrame) -> str:
     if frame.empty:
         return "No account of memory was kept."
+    rank, capacity_bytes = case.ranks[0], case.capacity_bytes
     peak = case.of_rank(rank)["memory"]["peak"]
     held = sorted(peak["by_category"].items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in held if size)
@@ -102,9 +97,8 @@ def trust(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The trust box: what, and what of it."""
     box = summary["trust"]
     rows = [("valid", "yes" if box["valid"] else "no: " + "; ".join(box["why_not"]))]
-    for rank, shares in box.get("shares_by_source", {}).items():
-        text = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-        rows.append((f"rank {rank} rests on", text or "nothing that was timed"))
+    for rank, of_rank in box.get("shares_by_source", {}).items():
+        rows.append((f"rank {rank} rests on", shares(of_rank) or "nothing that was timed"))
     for rank, late in box.get("lateness_ns", {}).items():
         if late:
             text = f"{late['p50'] / 1e3:.0f} us median, {late['p99'] / 1e3:.0f} us p99"
@@ -114,11 +108,6 @@ def trust(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("speed against planning", f"{gap:+.1%}"))
     near = box.get("nearest_fidelity_case")
     if near:
-        low, high = near["ratio_interval"]
-        text = f"{near['case']}: emulated over real {near['ratio']:.3f} ({low:.3f} .. {high:.3f})"
-        missing = ", ".join(near["not_covered"])
-        rows.append(
-            ("nearest measured case", text + (f"; not covered: {missing}" if missing else ""))
-        )
+        rows.append(("nearest measured case", nearest_case(near)))
     rows += [(name, str(value)) for name, value in box.get("policies", {}).items()]
     return rows

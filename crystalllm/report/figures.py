@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from crystalllm.report.frames import CATEGORIES
+from crystalllm.report.frames import CATEGORIES, WORDS
 from crystalllm.sandbox.outcome import PARTS
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
@@ -30,13 +30,6 @@ _OF_CATEGORY = dict(
     )
 )
 _MARKERS = "osD^vPX*<>"
-_WORDS = {
-    "compute": "computes",
-    "exposed": "waits for a transfer",
-    "wait": "waits for others of a collective",
-    "bubble": "waits for the other side of a message",
-    "host": "inside calls",
-}
 _WIDTH = 9.0
 _MIB = 1 << 20
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -49,7 +42,7 @@ def breakdown(frame: pd.DataFrame) -> Figure:
     left = np.zeros(len(frame))
     for part in PARTS:
         ms = frame[part].to_numpy(float)
-        axes.barh(place, ms, left=left, color=COLOURS[part], height=0.7, label=_WORDS[part])
+        axes.barh(place, ms, left=left, color=COLOURS[part], height=0.7, label=WORDS[part])
         left += ms
     for y, row in zip(place, frame.itertuples(), strict=True):
         spread = f" ({row.low_ms:.1f} .. {row.high_ms:.1f})" if row.is_real else ""
@@ -64,7 +57,7 @@ def breakdown(frame: pd.DataFrame) -> Figure:
     axes.set_yticks(place, frame["label"], fontsize=8)
     axes.set_xlim(0, 1.22 * max(left))
     axes.set_xlabel("ms of an iteration")
-    _legend(figure, [Patch(color=COLOURS[p], label=_WORDS[p]) for p in PARTS])
+    _legend(figure, [Patch(color=COLOURS[p], label=WORDS[p]) for p in PARTS])
     return figure
 
 
@@ -93,7 +86,7 @@ def pipeline(frame: pd.DataFrame, bubble: Mapping[str, float]) -> Figure:
         text += f", closed form {bubble['closed_form']:.1%}"
     axes.set_title(text, fontsize=10, loc="left")
     shown = [part for part in PARTS if part in set(frame["state"])]
-    _legend(figure, [Patch(color=COLOURS[p], label=_WORDS[p]) for p in shown])
+    _legend(figure, [Patch(color=COLOURS[p], label=WORDS[p]) for p in shown])
     return figure
 
 

@@ -14,11 +14,20 @@ import numpy as np
 import pandas as pd
 
 from crystalllm import artifacts, inspect, tables
+from crystalllm.config import Job, load_cluster
 from crystalllm.errors import UserError
 from crystalllm.sandbox.outcome import PARTS, SUMMARY
 from crystalllm.timeline.spans import TRANSFER, WAITING, WAITING_FOR_PEER
-from crystalllm.transfers.sizes import WHOLE, bus_factor
+from crystalllm.transfers.sizes import WHOLE_IS_OUT, bus_factor
 
+# Parts of an iteration, for people.
+WORDS = {
+    "compute": "computation",
+    "exposed": "waiting for transfers",
+    "wait": "waiting for others of a collective",
+    "bubble": "waiting for the other side of a message",
+    "host": "inside calls",
+}
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 # Parts of spans in the timeline, as parts of an iteration.
 _STATES = {WAITING: "wait", WAITING_FOR_PEER: "bubble", TRANSFER: "exposed"}
@@ -33,10 +42,12 @@ class Case:
     Args:
         run: Folder of the emulation.
         capture: Folder of its capture.
+        job: What was meant, if that is known: its cluster and its virtual stages.
     """
 
     run: Path
     capture: Path
+    job: Job | None = None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -56,6 +67,14 @@ class Case:
     def of_rank(self, rank: int) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.summary["ranks_of_interest"][str(rank)]
         return found
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Memory of a device: the run's limit, else that of the job's cluster."""
+        limit: int | None = (self.of_rank(self.ranks[0])["memory"] or {}).get("limit_bytes")
+        if limit is not None or self.job is None or self.job.cluster is None:
+            return limit
+        return load_cluster(self.job.cluster).gpu.memory_bytes
 
     def counts(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Rows of measured iterations."""
@@ -197,17 +216,16 @@ def bubble(case: Case) -> dict[str, float]:
     Megatron-LM", section 2.2, has it relative to the work).
 
     Returns:
-        measured and, with a known number of stages and messages, closed_form, stages,
+        measured and, where the job is known and has a pipeline, closed_form, stages,
         microbatches and virtual.
     """
     rank = case.ranks[0]
     of_rank = case.of_rank(rank)
     found = {"measured": of_rank["bubble_ns"] / of_rank["iteration_ns"]}
     axes = case.captured.axes
-    if "pp" not in axes or axes["pp"].max() < 1:
+    if case.job is None or case.job.parallelism is None or case.job.parallelism.pp == 1:
         return found
-    stages = int(axes["pp"].max()) + 1
-    virtual = int(case.captured.structure.get("job", {}).get("parallelism", {}).get("vp", 1) or 1)
+    stages, virtual = case.job.parallelism.pp, case.job.parallelism.vp
     calls = tables.COMMUNICATION.read(case.run / f"rank-{rank}" / "communication.parquet")[0]
     frame = case.counts(calls.to_pandas())
     of_one = frame[frame["iteration"] == frame["iteration"].max()]
@@ -227,15 +245,15 @@ def bubble(case: Case) -> dict[str, float]:
     return found
 
 
-def memory(case: Case, rank: int) -> pd.DataFrame:
-    """What a rank's tensors take by category over the iteration with the peak.
+def memory(case: Case) -> pd.DataFrame:
+    """What tensors of the first rank of interest take over the iteration with the peak.
 
     Returns:
         Columns at_ms (from the beginning of that iteration) and one of bytes for each of
         CATEGORIES; of as many changes as a page shows, with the peak among them.
     """
-    path = case.run / f"rank-{rank}" / "memory.parquet"
-    of_rank = case.of_rank(rank).get("memory")
+    path = case.run / f"rank-{case.ranks[0]}" / "memory.parquet"
+    of_rank = case.of_rank(case.ranks[0])["memory"]
     if not path.exists() or not of_rank:
         return pd.DataFrame(columns=["at_ms", *CATEGORIES])
     frame = tables.MEMORY.read(path)[0].to_pandas()
@@ -268,7 +286,7 @@ def bandwidth(case: Case) -> pd.DataFrame:
     frame = case.counts(tables.COMMUNICATION.read(path)[0].to_pandas())
     frame = frame[(frame["transfer_ns"] > 0) & (frame["bytes"] > 0)]
     frame = frame.astype({"kind": str, "group_desc": str})
-    is_gathered = frame["kind"].isin(WHOLE) & frame["kind"].isin(("all_gather", "gather"))
+    is_gathered = frame["kind"].isin(WHOLE_IS_OUT)
     frame["bytes"] = frame["bytes"] * frame["group_size"].where(is_gathered, 1)
     by = ["kind", "group_desc", "group_size", "bytes"]
     found = frame.groupby(by)["transfer_ns"].agg(["median", "size"]).reset_index()

@@ -32,10 +32,9 @@ def show_summary(summary: Mapping[str, Any], out: Path) -> None:
     console.print("valid" if trust["valid"] else "NOT VALID:", markup=False)
     for why in trust["why_not"]:
         console.print(f"  {why}", markup=False)
-    for rank, shares in trust.get("shares_by_source", {}).items():
-        if shares:
-            text = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-            console.print(f"rank {rank}: its iteration rests on: {text}", markup=False)
+    for rank, of_rank in trust.get("shares_by_source", {}).items():
+        if of_rank:
+            console.print(f"rank {rank}: its iteration rests on: {shares(of_rank)}", markup=False)
     for line in _conditions(trust):
         console.print(line, markup=False)
     for note in summary.get("notes", ()):
@@ -59,12 +58,21 @@ def _conditions(trust: Mapping[str, Any]) -> Iterator[str]:
             )
     near = trust.get("nearest_fidelity_case")
     if near:
-        low, high = near["ratio_interval"]
-        text = f"nearest measured case: {near['case']} on {near['world_size']} ranks, emulated "
-        text += f"with {near['emulated_with']} "
-        text += f"over real {near['ratio']:.3f} ({low:.3f} .. {high:.3f}, n = {near['n']})"
-        missing = ", ".join(near["not_covered"])
-        yield text + (f"; it does not cover {missing}" if missing else "")
+        yield f"nearest measured case: {nearest_case(near)}"
+
+
+def shares(by_source: Mapping[str, float]) -> str:
+    """By what an iteration rests on, its share."""
+    return ", ".join(f"{name} {share:.1%}" for name, share in by_source.items())
+
+
+def nearest_case(near: Mapping[str, Any]) -> str:
+    """How true the nearest measured case was."""
+    low, high = near["ratio_interval"]
+    text = f"{near['case']} on {near['world_size']} ranks, emulated with {near['emulated_with']} "
+    text += f"over real {near['ratio']:.3f} ({low:.3f} .. {high:.3f}, n = {near['n']})"
+    missing = ", ".join(near["not_covered"])
+    return text + (f"; it does not cover {missing}" if missing else "")
 
 
 def _iterations(ran: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -15,6 +15,7 @@ from crystalllm.replay.program import Capture, transfer_placements
 from crystalllm.transfers import model
 from crystalllm.transfers.case import Case
 from crystalllm.transfers.measured import (
+    MeasuredTransfer,
     MeasuredTransfers,
     can_show,
     measure_all,
@@ -108,18 +109,21 @@ def measure(capture: Capture, cores: Sequence[int]) -> MeasuredTransfers:
     }
     rows, untimed = measure_scenes(scenes(capture, wanted), cores)
     # Rows have whole elements.
-    shown = {(r.kind, r.dtype, r.ranks, r.bytes) for r in rows}
+    shown, costs = ({_at(r): r for r in found} for found in (rows, untimed))
     rest = [
         t
         for (case, ranks), t in wanted.items()
         if (case.kind, case.dtype, ranks, case.row_bytes(ranks)) not in shown
     ]
     by_themselves = measure_all(rest, cores, compute_ns=_computation_per_call(capture))
-    costs = {(r.kind, r.dtype, r.ranks, r.bytes): r for r in untimed}
     for row in by_themselves.rows:
-        seen = costs.get((row.kind, row.dtype, row.ranks, row.bytes), row)
+        seen = costs.get(_at(row), row)
         rows.append(replace(row, cpu_ns=seen.cpu_ns, call_ns=seen.call_ns))
     return MeasuredTransfers(rows)
+
+
+def _at(row: MeasuredTransfer) -> tuple[str, str, int, int]:
+    return row.kind, row.dtype, row.ranks, row.bytes
 
 
 def _computation_per_call(capture: Capture) -> int:

@@ -17,9 +17,9 @@ from crystalllm.records import element_size
 BARRIER_BYTES = 4
 
 # Kinds whose size is what all ranks together hold.
-_WHOLE_IS_OUT = ("all_gather", "gather")
+WHOLE_IS_OUT = ("all_gather", "gather")
 _WHOLE_IS_IN = ("reduce_scatter", "scatter")
-WHOLE = (*_WHOLE_IS_OUT, *_WHOLE_IS_IN, "all_to_all")
+WHOLE = (*WHOLE_IS_OUT, *_WHOLE_IS_IN, "all_to_all")
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
@@ -46,7 +46,7 @@ def size_bytes(calls: pd.DataFrame) -> pd.Series:
     kind = calls["kind"].astype(str)
     put_in, out, ranks = (calls[c] for c in ("in_elements", "out_elements", "group_size"))
     elements = np.maximum(put_in, out)
-    elements = elements.mask(kind.isin(_WHOLE_IS_OUT), np.maximum(put_in * ranks, out))
+    elements = elements.mask(kind.isin(WHOLE_IS_OUT), np.maximum(put_in * ranks, out))
     elements = elements.mask(kind.isin(_WHOLE_IS_IN), np.maximum(out * ranks, put_in))
     dtypes = calls["dtype"].astype(str)
     found = elements * dtypes.map({name: element_size(name) for name in dtypes.unique()})

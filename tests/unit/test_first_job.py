@@ -78,8 +78,8 @@ def test_options_say_what_no_line_says():
     ("command", "options", "message"),
     [
         ("", {}, "Nothing says what to run"),
-        ("", {"program": "-m"}, "Nothing says what to run"),
-        ("torchrun trian.py", {}, "no such program.*trian.py"),
+        ("", {"program": "-m"}, "no program to run"),
+        ("torchrun trian.py", {}, "program trian.py does not exist"),
         ("torchrun --bogus 3 train.py", {}, "torchrun would refuse.*--bogus"),
         ("torchrun --nnodes 3 train.py --tp 2", {}, "2 does not divide 3"),
         ("bash run.sh", {}, "not known how this line starts"),

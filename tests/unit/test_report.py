@@ -12,14 +12,11 @@ import pandas as pd
 import pytest
 import sandbox_program
 
-from crystalllm import artifacts, report, sandbox
-from crystalllm.capture import capture
-from crystalllm.config import load_cluster
+from crystalllm import artifacts, report, sandbox, tables
+from crystalllm.config import Parallelism, load_cluster
 from crystalllm.errors import UserError
-from crystalllm.replay.program import Capture
 from crystalllm.report import figures, frames, pages
 from crystalllm.sandbox.outcome import PARTS
-from crystalllm.transfers.uniform import uniform_transfers
 
 RANK = 5
 MOST_BYTES = 2 << 20
@@ -28,30 +25,18 @@ MOST_BYTES = 2 << 20
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    job = sandbox_program.make_job(folder)
-    capture(job, folder / "capture", strategy="all")
-    captured = Capture.read(folder / "capture")
-    durations = captured.captured_durations()
-    durations.transfers = uniform_transfers(captured.calls, latency_ns=50e3, bytes_per_s=1e9)
-    durations.save(folder / "planning" / "profile.parquet", provenance={})
-    setup = sandbox.Setup(
-        job=job,
-        ranks=(RANK,),
-        capture=folder / "capture",
-        durations=durations,
-        iterations=4,
-        warm_up=1,
-        limit_s=60,
-    )
+    setup = sandbox_program.make_setup(folder, RANK)
+    setup.durations.save(folder / "planning" / "profile.parquet", provenance={})
     summary = sandbox.run(setup, folder / "emulate")
     assert summary["status"] == "ok", summary
-    return pages.Case(folder / "emulate", folder / "capture")
+    job = setup.job.model_copy(update={"cluster": "h200-2x8"})
+    return pages.Case(folder / "emulate", setup.capture, job)
 
 
 @pytest.fixture(scope="module")
 def written(case, tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
-    return pages.write(case, out, cluster=load_cluster("h200-2x8"))
+    return pages.write(case, out)
 
 
 def texts(path):
@@ -88,7 +73,7 @@ def test_captions_say_this_run_s_numbers(case, written):
 
 
 def test_the_same_run_gives_the_same_files(case, written, tmp_path):
-    pages.write(case, tmp_path, cluster=load_cluster("h200-2x8"))
+    pages.write(case, tmp_path)
     for path in written.parent.iterdir():
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -105,7 +90,8 @@ def test_parts_of_the_breakdown_are_all_of_the_iteration(case):
 
 
 def test_memory_adds_up_to_the_peak(case):
-    frame = frames.memory(case, RANK)
+    frame = frames.memory(case)
+    assert case.capacity_bytes == load_cluster("h200-2x8").gpu.memory_bytes
     total = frame[list(frames.CATEGORIES)].sum(axis=1)
     assert total.max() == case.of_rank(RANK)["memory"]["peak"]["bytes"]
     assert (frame["at_ms"].diff().dropna() >= 0).all()
@@ -178,6 +164,41 @@ def test_a_rank_of_each_stage_is_shown(tmp_path):
         "stage 0, rank 1",
         "stage 1, rank 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "received", "virtual", "idle"),
+    # Four stages, four microbatches: an end receives one message less for each of them.
+    [(0, 4, 1, 3 / 7), (1, 8, 1, 3 / 7), (3, 4, 1, 3 / 7), (0, 12, 2, 3 / 11), (2, 16, 2, 3 / 11)],
+)
+def test_the_closed_form_knows_virtual_stages(case, tmp_path, stage, received, virtual, idle):
+    rows, provenance = tables.COMMUNICATION.read(case.run / f"rank-{RANK}/communication.parquet")
+    kinds = ["recv"] * received + ["send"] * 5
+    one = rows.slice(0, 1).to_pylist()[0]
+    columns = {name: [one[name]] * len(kinds) for name in rows.column_names}
+    columns |= {"kind": kinds, "iteration": [2] * len(kinds)}
+    path = tmp_path / f"rank-{stage}" / "communication.parquet"
+    tables.COMMUNICATION.write(path, columns, provenance=provenance)
+    (tmp_path / "summary.json").write_text(
+        json.dumps(
+            {
+                "warm_up": 1,
+                "iterations": 4,
+                "ranks_of_interest": {str(stage): {"iteration_ns": 200, "bubble_ns": 50}},
+            }
+        )
+    )
+    job = case.job.model_copy(update={"parallelism": Parallelism(pp=4, dp=2, vp=virtual)})
+    captured = SimpleNamespace(axes=pd.DataFrame({"pp": range(4)}))
+    piped = frames.Case(tmp_path, case.capture, job)
+    piped.__dict__["captured"] = captured
+    found = frames.bubble(piped)
+    assert (found["measured"], found["microbatches"]) == (0.25, 4)
+    assert found["closed_form"] == pytest.approx(idle)
+    # Nothing says how many virtual stages there are: a formula would be a guess.
+    unknown = frames.Case(tmp_path, case.capture)
+    unknown.__dict__["captured"] = captured
+    assert frames.bubble(unknown) == {"measured": 0.25}
 
 
 def test_a_damaged_timeline_is_named(tmp_path):

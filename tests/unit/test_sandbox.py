@@ -17,12 +17,10 @@ import pytest
 import sandbox_program
 
 from crystalllm import memory, sandbox, tables
-from crystalllm.capture import capture
 from crystalllm.fits import fits
 from crystalllm.replay.durations import DurationTable
 from crystalllm.replay.program import Capture
 from crystalllm.sandbox import processes
-from crystalllm.transfers.uniform import uniform_transfers
 
 RANK = 5
 
@@ -30,21 +28,7 @@ RANK = 5
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
     """A run of rank 5 of 8, by the captured durations and a model of the links."""
-    folder = tmp_path_factory.mktemp("job")
-    job = sandbox_program.make_job(folder)
-    capture(job, folder / "capture", strategy="all")
-    captured = Capture.read(folder / "capture")
-    durations = captured.captured_durations()
-    durations.transfers = uniform_transfers(captured.calls, latency_ns=50e3, bytes_per_s=1e9)
-    return sandbox.Setup(
-        job=job,
-        ranks=(RANK,),
-        capture=folder / "capture",
-        durations=durations,
-        iterations=4,
-        warm_up=1,
-        limit_s=60,
-    )
+    return sandbox_program.make_setup(tmp_path_factory.mktemp("job"), RANK)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ for _case in CASES:
             f"{RESULTS}/{_case.folder}/logs/report-{_case.run}.log",
         localrule: True
         params:
+            job=_case.job.model_dump(mode="json", exclude={"cluster"}),
             cluster=_case.cluster,
             library=sources.library_digest("report"),
         message:

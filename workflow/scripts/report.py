@@ -2,20 +2,19 @@
 
 from pathlib import Path
 
-from stage import logged
+from stage import job_of, logged
 
-from crystalllm.config import load_cluster
 from crystalllm.report import pages
 
 
 def main(snakemake):
-    name = snakemake.params.cluster
     with logged(snakemake.log[0]):
         case = pages.Case(
-            Path(snakemake.input.summary).parent, Path(snakemake.input.structure).parent
+            Path(snakemake.input.summary).parent,
+            Path(snakemake.input.structure).parent,
+            job_of(snakemake),
         )
-        cluster = load_cluster(name) if name is not None else None
-        pages.write(case, Path(snakemake.output.page).parent, cluster=cluster)
+        pages.write(case, Path(snakemake.output.page).parent)
 
 
 main(snakemake)  # noqa: F821
