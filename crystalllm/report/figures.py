@@ -143,7 +143,7 @@ def bandwidth(frame: pd.DataFrame) -> Figure:
             alpha=0.8,
             label=kind,
         )
-    for (num_bytes, _), here in frame.groupby(["bytes", frame["bus_gb_s"].map("{:.1e}".format)]):
+    for (num_bytes, _), here in frame.groupby(["bytes", frame["bus_gb_s"].map("{:.0e}".format)]):
         groups = dict.fromkeys(f"{r.group} × {r.ranks}" for r in here.itertuples())
         axes.annotate(
             ", ".join(groups),
