@@ -69,7 +69,7 @@ _ITERATIONS = 12
 _PLANNED = 40  # of each slice
 _PASSES = 3
 _LEAST_STARTS = 3
-_STARTS = 5  # at most
+_STARTS = 8  # at most
 _MOST_PAIRS = 60
 _HALF_WIDTH = 0.015
 _DRAWS = 4000
@@ -181,6 +181,7 @@ def _measure(case: _Case, max_pairs: int) -> dict[str, Any]:
         taken = np.array(found)
         ratios = taken[:, :, 1] / taken[:, :, (0, 2)].mean(axis=2)
         interval = _interval(ratios)
+        _tell(case.name, ratios, interval)
     between = taken[:, :, 2] / taken[:, :, 0]
     return {
         "name": case.name,
@@ -196,6 +197,17 @@ def _measure(case: _Case, max_pairs: int) -> dict[str, Any]:
         "starts": len(found),
         "starts_died": died,
     }
+
+
+def _tell(name: str, ratios: np.ndarray, interval: tuple[float, float]) -> None:
+    """How far it is."""
+    low, high = interval
+    print(
+        f"{name}: start {len(ratios)} of at most {_STARTS}, ratio {np.median(ratios):.3f} "
+        f"({low:.3f} to {high:.3f}, n {ratios.size})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _start(case: _Case, num_rounds: int, folder: Path) -> np.ndarray:

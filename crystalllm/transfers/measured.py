@@ -134,9 +134,9 @@ def measure_scenes(
     scenes: Sequence[Scene],
     cores: Sequence[int] = (),
     *,
-    rounds: int = 3,
+    rounds: int = 10,
     repetitions: int = 100,
-    scene_limit_s: float = 10,
+    scene_limit_s: float = 3.5,
     limit_s: int = 300,
 ) -> tuple[list[MeasuredTransfer], list[MeasuredTransfer]]:
     """Times transfers between real processes that do what captured ranks do.
@@ -148,7 +148,8 @@ def measure_scenes(
     Args:
         scenes: From `scenes.scenes`.
         cores: One for each process; none leaves them to the kernel.
-        rounds: New processes each time.
+        rounds: New processes each time: of one pair to the next a kind of call differs by a
+            seventh (docs/transfers.md), so that many short rounds say more than few long ones.
         repetitions: Of each scene in a round.
         scene_limit_s: Fewer repetitions (five at least) where they would take longer.
         limit_s: Of each round.

@@ -125,7 +125,26 @@ def test_processes_play_it(captured):
         assert row.count == 12
         assert 0 < row.low_ns <= row.median_ns <= row.high_ns < 10**9
         assert row.call_ns > 0
-    assert found[REDUCED].cpu_ns > 0
+
+
+def test_what_gloo_works_while_the_program_waits_costs_it_nothing():
+    """Computation that ends before the transfer loses nothing; a longer one, gloo's whole time."""
+    ms = 1_000_000
+    case = Case("all_reduce", 1 << 23, "float32")
+
+    def cost_ns(compute_ns):
+        steps = [("compute", ms), ("post", 0), ("compute", compute_ns), ("wait", [0])]
+        scene = Scene(
+            ranks=(0, 1),
+            groups=[[0, 1]],
+            posts=[[Post(case, 1 << 21, 0, is_awaited=True)]] * 2,
+            steps=[steps] * 2,
+        )
+        (row,), _ = measure_scenes([scene], _cores(2), rounds=1, repetitions=10, limit_s=60)
+        return row.cpu_ns
+
+    assert cost_ns(ms) < ms / 2
+    assert cost_ns(60 * ms) > ms
 
 
 def test_a_call_has_ended_before_a_late_wait():
