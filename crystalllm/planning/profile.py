@@ -50,19 +50,28 @@ def durations(measured: pd.DataFrame) -> dict[Segment, Duration]:
     """Durations of the segments of one pass.
 
     The median over the ranks of a role, its slices and, in the body, its measured
-    iterations. Prologue and epilogue occur once per rank. The spread is that of
-    the lognormal whose deciles are the measured ones: an outlier does not widen it.
+    iterations. Prologue and epilogue occur once per rank. The deciles are those of all
+    of these. The spread `sigma`, from which each segment is drawn by itself, leaves out what a
+    whole iteration has in common, since a core that is slow for a while is not slow by turns:
+    durations are taken relative to the rest of their iteration, if that narrows them. It is
+    that of the lognormal with such deciles: an outlier does not widen it.
 
     Args:
         measured: Rows of `slices`; those that do not count are left out.
     """
-    grouped = measured[measured["is_measured"]].groupby(_PLACE, observed=True)["calibrated_ns"]
+    counted = measured[measured["is_measured"]]
+    grouped = counted.groupby(_PLACE, observed=True)["calibrated_ns"]
     found = grouped.quantile([0.1, 0.5, 0.9]).unstack().set_axis(["low", "median", "high"], axis=1)
     found["n"] = grouped.size()
+    within = counted.assign(ns=_within_iteration(counted)).groupby(_PLACE, observed=True)["ns"]
+    found[["low_within", "high_within"]] = within.quantile([0.1, 0.9]).unstack()
     return {
         (int(role), str(lane), str(section), int(position)): Duration(
             round(row.median),
-            sigma=_sigma(row.low, row.high, int(row.n)),
+            sigma=min(
+                _sigma(row.low, row.high, int(row.n)),
+                _sigma(row.low_within, row.high_within, int(row.n)),
+            ),
             count=int(row.n),
             source="measured",
             low_ns=round(row.low),
@@ -113,6 +122,16 @@ def body_spread(measured: pd.DataFrame) -> dict[int, dict[str, float]]:
             "of_medians": round(float(sums[role] / median), 4) if median else 1.0,
         }
     return found
+
+
+def _within_iteration(measured: pd.DataFrame) -> pd.Series:
+    """Durations as if the rest of their iteration had taken what it usually does."""
+    ns = measured["calibrated_ns"]
+    iteration = ["pass", "slice", "rank", "section", "iteration"]
+    rest = measured.groupby(iteration, observed=True)["calibrated_ns"].transform("sum") - ns
+    usual = rest.groupby([measured[name] for name in _PLACE], observed=True).transform("median")
+    factor = (usual / rest).where((rest > 0) & (measured["section"] == "body"), 1.0)
+    return ns * factor
 
 
 def _sigma(low: float, high: float, count: int) -> float:

@@ -121,6 +121,19 @@ def test_the_spread_is_that_of_the_lognormal_with_these_deciles():
     assert few.sigma == 0
 
 
+def test_what_an_iteration_has_in_common_is_no_spread_of_its_segments():
+    """Segments are drawn one by one: a slow second would be drawn as many slow and fast moments."""
+    draw = np.random.default_rng(0)
+    own = np.exp(0.05 * draw.standard_normal((2000, 8)))
+    common = np.exp(0.4 * draw.standard_normal((2000, 1)))
+    table = profile.durations(rows(segments(0, 0, np.round(1e6 * own * common).astype(int))))
+    for position in range(8):
+        found = table[at("body", position)]
+        # The rest of the iteration, to which each is held, has some spread of its own.
+        assert found.sigma == pytest.approx(0.05 * (1 + 1 / 7) ** 0.5, rel=0.1)
+        assert found.high_ns == pytest.approx(1e6 * np.exp(0.4 * 1.2816), rel=0.1)
+
+
 def test_what_was_not_measured_keeps_its_first_estimate():
     first = DurationTable(
         {at("body", 0): Duration(10, source="captured"), at("body", 9): Duration(90)},
