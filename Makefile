@@ -2,6 +2,7 @@
 #   make emulate   capture the main job, plan it, emulate one rank of it, show what came out
 #   make test      run the tests
 #   make test-heavy  run those that take long: real worlds against emulated ones, the workflow
+#   make test-report  look at the report of a small run in headless Chromium
 #   make test-slurm  run the workflow on a Slurm that is started for it (as root)
 #   make lint      check the style of Python and Snakemake files
 #   make sanitize  run the C++ tests of the replay engine under the sanitizers
@@ -16,7 +17,7 @@ SNAKEMAKE := $(VENV)/bin/snakemake --cores all
 # Where emulate_all leaves the main job.
 RESULTS := results/$(JOB)
 
-.PHONY: emulate test test-heavy test-slurm sanitize lint venv build clean help
+.PHONY: emulate test test-heavy test-report test-slurm sanitize lint venv build clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -46,13 +47,16 @@ emulate: venv
 	@echo "  $(RUN) -m crystalllm anomalies $(RESULTS)"
 	@echo "  $(RUN) -m crystalllm fits --job $(JOB) --memory 1GiB"
 	@echo "  $(SNAKEMAKE) --config 'sweeps=[gpt-512-layouts]'"
-	@echo "and open $(RESULTS)/emulate/timeline.json.gz at https://ui.perfetto.dev"
+	@echo "and open results/report/index.html, and $(RESULTS)/emulate/timeline.json.gz at https://ui.perfetto.dev"
 
 test: build
-	$(RUN) -m pytest -q -m "not heavy and not slurm"
+	$(RUN) -m pytest -q -m "not heavy and not slurm and not browser"
 
 test-heavy: build
 	$(RUN) -m pytest -q -m heavy
+
+test-report: build
+	$(RUN) -m pytest -q -m browser
 
 test-slurm: build
 	$(RUN) -m pytest -q -m slurm

@@ -15,18 +15,25 @@ include: "workflow/rules/capture.smk"
 include: "workflow/rules/planning.smk"
 include: "workflow/rules/emulate.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/reproduce.smk"
+
+
+report: os.path.abspath(f"{OVERVIEW}/front.rst")
 
 
 rule emulate_all:
-    """All cases, through all stages, to the table of results (default)."""
+    """All cases, through all stages, to the table of results and the report (default)."""
     default_target: True
     input:
         rules.verdict.output.done,
+        rules.overview.output.page,
+        [f"{pages(case)}/index.html" for case in CASES],
 
 
 rule report_all:
     """Pictures and tables of all cases; snakemake --report report.zip report_all joins them."""
     input:
+        rules.overview.output.page,
         [f"{pages(case)}/index.html" for case in CASES],
 
 

@@ -78,6 +78,24 @@ class Parallelism(_Model):
         return self
 
 
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+# Of a job's values: what decides nothing that a rank does.
+ABOUT = frozenset({"cluster", "work"})
+
+
+class Work(_Model):
+    """What an iteration gets through. Numbers, or expressions with a job's sizes and parameters."""
+
+    tokens: str = Field(description="tokens of all ranks", examples=["global_batch * 4096"])
+    flops: str | None = Field(
+        None,
+        description="floating-point operations of the model for them, recomputation left out, as "
+        "for MFU",
+        examples=["6 * 70e9 * global_batch * 4096"],
+    )
+    precision: Precision = Field("bf16", description="at whose peak MFU is 1")
+
+
 class Job(_Model):
     """A training program and the logical world that it runs in."""
 
@@ -115,6 +133,9 @@ class Job(_Model):
     cluster: str | None = Field(
         None, description="name of the target cluster in config/clusters, or a path"
     )
+    work: Work | None = Field(
+        None, description="tokens and operations of an iteration, for tokens per second and MFU"
+    )
 
     @model_validator(mode="after")
     def _world_is_filled(self) -> Job:
@@ -136,6 +157,7 @@ class Job(_Model):
                 f"parameters {', '.join(taken)} have a meaning already; use other names"
             )
         self.command()  # an unknown placeholder is an error here, not in the middle of a stage
+        self.amounts()
         return self
 
     def command(self, *, iterations: int | None = None) -> tuple[str, ...]:
@@ -171,7 +193,32 @@ class Job(_Model):
             self.arguments,
         )
         arguments = shlex.join(shlex.split(text))
-        return self.model_copy(update={"arguments": arguments, "parameters": {}})
+        work = self.work
+        if work is not None:
+            numbers = {name: repr(amount) for name, amount in self.amounts().items()}
+            work = work.model_copy(update=numbers)
+        update = {"arguments": arguments, "parameters": {}, "work": work}
+        return self.model_copy(update=update)
+
+    def amounts(self) -> dict[str, float]:
+        """`tokens` and `flops` of an iteration, those that are known.
+
+        Raises:
+            ValueError: An expression cannot be evaluated, or gives no positive number.
+        """
+        if self.work is None:
+            return {}
+        names = {**self._own_values(self.iterations), **self.parameters}
+        found = {}
+        for name in ("tokens", "flops"):
+            expression = getattr(self.work, name)
+            if expression is None:
+                continue
+            amount = evaluate(expression, names)
+            if not 0 < float(amount) < float("inf"):
+                raise ValueError(f"{name}: {expression} is {amount}; it must be above 0")
+            found[name] = float(amount)
+        return found
 
     def _own_values(self, iterations: int) -> dict[str, Any]:
         return {
@@ -191,6 +238,25 @@ class Job(_Model):
         )
 
 
+def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
+    """What an expression such as `tp * pp <= 64` is.
+
+    Raises:
+        ValueError: It cannot be evaluated.
+    """
+    import pandas as pd  # takes a second to import
+
+    try:
+        return pd.DataFrame([dict(names)]).eval(expression, engine="python").iloc[0]
+    except AttributeError:  # of no name: it is the number itself
+        return pd.eval(expression, engine="python")
+    except Exception as error:
+        raise ValueError(
+            f"{expression} cannot be evaluated ({type(error).__name__}: {error}); write such as "
+            f"tp * pp, with {', '.join(names)}"
+        ) from error
+
+
 def _as_argument(name: str, value: bool | int | float | str) -> str:
     if isinstance(value, bool):
         return f"--{name.replace('_', '-')}" if value else ""
@@ -202,8 +268,8 @@ class Gpu(_Model):
 
     model: str = Field(description="name as nvidia-smi shows it", examples=["NVIDIA H200"])
     memory_bytes: Positive = Field(description="device memory")
-    peak_flops: dict[Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"], PositiveNumber] = (
-        Field(description="dense peak per second by precision, for MFU")
+    peak_flops: dict[Precision, PositiveNumber] = Field(
+        description="dense peak per second by precision, for MFU"
     )
 
 

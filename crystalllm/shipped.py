@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from crystalllm.config import Cluster, Gpu, Job, Link, Nodes, Parallelism
+from crystalllm.config import Cluster, Gpu, Job, Link, Nodes, Parallelism, Work
+from crystalllm.examples.gpt.config import BYTE_VOCABULARY
 
 # NVIDIA H200 SXM: 141 GB HBM3e; dense peaks from NVIDIA's H200 datasheet, which
 # gives them with sparsity for the tensor cores (halved here).
@@ -62,6 +63,15 @@ _GPT_ARGUMENTS = (
     "--data-parallel {data_parallel} --recompute {recompute} {offload_optimizer} "
     "--steps {iterations} --seed {seed} --log-ranks all"
 )
+_SEQUENCE = 128
+# Forward and backward passes of a GPT without recomputation (Narayanan et al., 2021, "Efficient
+# Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 5.1, whose 96
+# count a second forward pass).
+_GPT_FLOPS = (
+    f"72 * global_batch * {_SEQUENCE} * layers * hidden ** 2"
+    f" * (1 + {_SEQUENCE} / (6 * hidden) + {BYTE_VOCABULARY} / (12 * layers * hidden))"
+)
+_TOKENS = f"global_batch * {_SEQUENCE}"
 GPT_JOB = Job(
     program="-m crystalllm.examples.gpt",
     arguments=_GPT_ARGUMENTS,
@@ -81,6 +91,7 @@ GPT_JOB = Job(
     capture_iterations=3,
     parallelism=Parallelism(tp=4, pp=8, dp=16),
     cluster="h200-64x8",
+    work=Work(tokens=_TOKENS, flops=_GPT_FLOPS, precision="fp32"),
 )
 
 
@@ -92,7 +103,9 @@ def _sibling(parameters: dict[str, Any], **changes: Any) -> Job:
 
 DDP_JOB = _sibling({"data_parallel": "ddp"})
 MOE_JOB = _sibling(
-    {"num_experts": 8, "global_batch": 256}, parallelism=Parallelism(tp=2, pp=4, dp=64, ep=8)
+    {"num_experts": 8, "global_batch": 256},
+    parallelism=Parallelism(tp=2, pp=4, dp=64, ep=8),
+    work=Work(tokens=_TOKENS, precision="fp32"),
 )
 LARGE_GPT_JOB = _sibling(
     {"global_batch": 2048},
@@ -100,15 +113,18 @@ LARGE_GPT_JOB = _sibling(
     parallelism=Parallelism(tp=4, pp=8, dp=256),
     cluster="h200-1024x8",
 )
+_BF16 = Work(tokens=_TOKENS, flops=_GPT_FLOPS, precision="bf16")
 # The same program on GPUs: one of them stands for any rank of the world.
 ONE_GPU_JOB = _sibling(
     {"layers": 32, "hidden": 4096},
     arguments=_GPT_ARGUMENTS + " --heads 32 --device cuda --precision bf16",
+    work=_BF16,
 )
 # A world that two nodes hold whole, so that emulated and real runs can be compared.
 TWO_NODES_JOB = _sibling(
     {"layers": 16, "hidden": 2048, "global_batch": 32},
     arguments=_GPT_ARGUMENTS + " --heads 16 --device cuda --precision bf16",
+    work=_BF16,
     world_size=16,
     parallelism=Parallelism(tp=4, pp=2, dp=2),
     cluster="h200-2x8",

@@ -137,7 +137,8 @@ SAID = {
     r"^Job \d+: Measuring (\S+): ranks": "planning",
     r"^Job \d+: Emulating (\S+)": "emulate",
     r"^Job \d+: Putting": "table",
-    r"^Job \d+: Drawing (\S+)": "report",
+    r"^Job \d+: Drawing (\S+) \(": "report",
+    r"^Job \d+: Drawing all cases": "overview",
 }
 
 

@@ -23,7 +23,7 @@ from crystalllm import __version__, artifacts, native, warm
 from crystalllm.capture import results, roles
 from crystalllm.capture.broker import Broker, StandIn, nobody
 from crystalllm.capture.captured import Captured
-from crystalllm.config import Job
+from crystalllm.config import ABOUT, Job
 from crystalllm.errors import UserError
 from crystalllm.layout import Layout
 from crystalllm.records import group_identity
@@ -301,7 +301,7 @@ def _digest(job: Job, program: Program) -> str:
     """Of everything that decides what a rank does."""
     digest = hashlib.sha256()
     for part in (
-        job.model_dump_json(exclude={"cluster"}),  # nothing that a rank does depends on it
+        job.model_dump_json(exclude=set(ABOUT)),
         json.dumps(program.command),
         native.source_digest(),
         native.target().parent.name,

@@ -18,6 +18,7 @@ import numpy as np
 
 # 33.6 million floating-point operations on matrices that a second-level cache holds.
 MATRIX = 256
+FLOPS = 2 * MATRIX**3
 # Beyond a second-level cache.
 COPY_BYTES = 16 << 20
 REPEATS = 400

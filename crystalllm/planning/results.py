@@ -21,6 +21,8 @@ from crystalllm.planning.calibration import BOUND
 from crystalllm.planning.passes import Pass
 from crystalllm.planning.plan import Plan
 
+PLANNING = "planning.json"
+
 
 def conditions() -> dict[str, Any]:
     """Of the host as planning finds it."""
@@ -65,9 +67,9 @@ def write(
     found[-1].profile.save(made / "profile.parquet", provenance=provenance | at_speed)
     summary = {**provenance, **_summary(plan, found), "conditions": conditions}
     text = json.dumps(summary, indent=2, sort_keys=True) + "\n"
-    artifacts.write_atomically(made / "planning.json", text.encode())
+    artifacts.write_atomically(made / PLANNING, text.encode())
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("plan.json", "slices.parquet", "profile.parquet", "planning.json"):
+    for name in ("plan.json", "slices.parquet", "profile.parquet", PLANNING):
         (made / name).replace(out / name)
     made.rmdir()
     return summary

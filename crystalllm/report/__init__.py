@@ -14,3 +14,5 @@ TABLES = {
 }
 # In the order of a report.
 QUESTIONS = {"trust": TABLES["trust"], **PICTURES, **TABLES}
+# Of all cases together.
+OVERVIEW = "How do the cases compare?"

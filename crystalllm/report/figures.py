@@ -166,6 +166,32 @@ def bandwidth(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def cases(frame: pd.DataFrame, *, band: float) -> Figure:
+    """Iteration times of `study.table.table`, each with the error that it may have."""
+    timed = frame[frame["iteration_ms"].notna()]
+    if timed.empty:
+        return words("Nothing was timed.")
+    figure, axes = _empty(0.36 * len(timed) + 1.3)
+    place = np.arange(len(timed))[::-1]
+    ms = timed["iteration_ms"].to_numpy(float)
+    axes.barh(place, ms, color=COLOURS["compute"], height=0.62)
+    axes.errorbar(ms, place, xerr=band * ms, fmt="none", ecolor="#444444", capsize=3, lw=1)
+    for y, row in zip(place, timed.itertuples(), strict=True):
+        axes.annotate(
+            f"{row.iteration_ms:,.1f} ms, limited by {row.limit}",
+            (row.iteration_ms * (1 + band), y),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_yticks(place, timed["case"], fontsize=8)
+    axes.set_ylim(-0.7, len(timed) - 0.3)
+    axes.set_xlim(0, 1.5 * (1 + band) * ms.max())
+    axes.set_xlabel("ms of an iteration")
+    return figure
+
+
 def _empty(height: float) -> tuple[Figure, Any]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.add_subplot()

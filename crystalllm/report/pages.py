@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -13,22 +12,11 @@ from crystalllm import artifacts
 from crystalllm.compare.anomalies import find
 from crystalllm.errors import UserError
 from crystalllm.report import PICTURES, QUESTIONS, captions, figures, frames
+from crystalllm.report.documents import as_rst, save_figure, write_page
 from crystalllm.report.frames import Case
 
 # What answers a question, and what is said of it.
 Answer = tuple[Figure | pd.DataFrame, str]
-
-_STYLE = (
-    "body{font-family:sans-serif;font-size:14px;margin:1em;max-width:70em}img{max-width:100%}"
-    "table{border-collapse:collapse}"
-    "td,th{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
-)
-_PAGE = (
-    "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-    "<style>{style}</style></head><body>{body}</body></html>\n"
-)
-# What reStructuredText would read as markup.
-_MARKUP = "\\*`|_"
 
 
 def write(case: Case, out: Path) -> Path:
@@ -55,17 +43,15 @@ def write(case: Case, out: Path) -> Path:
         shown, caption = answers[name]
         said = html.escape(caption, quote=True)
         if isinstance(shown, Figure):
-            # Equal results are equal files.
-            with matplotlib.rc_context({"svg.hashsalt": "crystalllm"}):
-                shown.savefig(out / f"{name}.svg", metadata={"Date": None})
+            save_figure(shown, out / f"{name}.svg")
             body = f"<p><img src='{name}.svg' alt='{said}'></p><p>{said}</p>"
         else:
             body = f"{shown.to_html(index=False, border=0, justify='left')}<p>{said}</p>"
-            _write_page(out / f"{name}.html", name, body)
+            write_page(out / f"{name}.html", name, body)
         parts.append(f"<h2 id='{name}'>{html.escape(question)}</h2>\n{body}")
-        artifacts.write_atomically(out / f"{name}.rst", _as_rst(caption).encode())
+        artifacts.write_atomically(out / f"{name}.rst", as_rst(caption).encode())
     page = out / "index.html"
-    _write_page(page, str(case.run), "\n".join(parts))
+    write_page(page, str(case.run), "\n".join(parts))
     return page
 
 
@@ -125,17 +111,3 @@ def _anomalies(case: Case) -> Answer:
     ]
     nothing = pd.DataFrame({"": ["Nothing deviates by more than what is normal here."]})
     return pd.DataFrame(rows) if rows else nothing, captions.anomalies(found.summary)
-
-
-def _write_page(path: Path, title: str, body: str) -> None:
-    page = _PAGE.format(title=html.escape(title), style=_STYLE, body=body)
-    artifacts.write_atomically(path, page.encode())
-
-
-def _as_rst(caption: str) -> str:
-    """Without what reStructuredText would read as markup, on one line.
-
-    Snakemake takes what is in braces for its own.
-    """
-    text = " ".join(caption.replace("{", "(").replace("}", ")").split())
-    return "".join(f"\\{c}" if c in _MARKUP else c for c in text) + "\n"

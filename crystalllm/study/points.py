@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from crystalllm.config import Job, Parallelism, check_fits, find, load_cluster, load_job
+from crystalllm.config import (
+    Job,
+    Parallelism,
+    check_fits,
+    evaluate,
+    find,
+    load_cluster,
+    load_job,
+)
 from crystalllm.errors import UserError
 from crystalllm.study.model import SWEEPS, Axis, Options, Study, Sweep, load_sweep
 
@@ -166,13 +172,12 @@ def _forbidden(sweep: Sweep, base: Job, values: Mapping[str, Any], path: str) ->
     }
     if "dp" not in values and "dp" in known:
         known["dp"] = known["world_size"] // (known["tp"] * known["pp"] * known["cp"])
-    row = pd.DataFrame([known])
     for condition, reason in sweep.where.items():
         try:
-            holds = bool(row.eval(condition, engine="python").iloc[0])
-        except Exception as error:
+            holds = bool(evaluate(condition, known))
+        except ValueError as error:
             raise UserError(
-                f"A condition cannot be evaluated: {condition} ({type(error).__name__}: {error})",
+                f"A condition cannot be evaluated: {error}",
                 where=f"File {path}, key where",
                 do=f"Write such as tp * pp <= 64, with {', '.join(known)}",
             ) from error

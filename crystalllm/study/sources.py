@@ -26,7 +26,7 @@ _ENTRIES = {
     "planning": ("crystalllm.planning", "crystalllm.sandbox.worker", "crystalllm.transfers"),
     "emulate": ("crystalllm.emulate", "crystalllm.sandbox.worker"),
     "table": ("crystalllm.study.table",),
-    "report": ("crystalllm.report.pages",),
+    "report": ("crystalllm.report.pages", "crystalllm.report.overview"),
 }
 # Programs of their own that lie in the package: jobs depend on them as on any program.
 _PROGRAMS = _PACKAGE / "examples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pandas as pd
 
 from crystalllm import artifacts, fidelity
+from crystalllm.config import Job
 from crystalllm.errors import UserError
+from crystalllm.planning import reference
+from crystalllm.planning.results import PLANNING
 
 # Outcomes that say something of the job.
 RESULTS = ("ok", "oom")
@@ -23,11 +27,22 @@ _COLUMNS = {
     "status": "",
     "iteration_ms": "iteration ms",
     "spread_ms": "10 % .. 90 %",
+    "tokens_per_s": "tokens/s/rank",
+    "mfu": "MFU",
     "bubble": "bubble",
     "exposed": "exposed",
     "peak_mib": "peak MiB",
+    "limit": "limited by",
     "place": "place",
     "note": "",
+}
+# Parts of an iteration, as what it is limited by.
+_LIMITS = {
+    "compute": "computation",
+    "exposed": "transfers",
+    "wait": "the slowest of its groups",
+    "bubble": "the pipeline",
+    "host": "calls",
 }
 
 
@@ -37,7 +52,8 @@ class Row:
 
     Args:
         folder, run, sweep, values: As in `Case`.
-        summary: File.
+        summary: File; its planning lies beside its folder.
+        job: As in `Case`.
     """
 
     folder: str
@@ -45,6 +61,7 @@ class Row:
     sweep: str
     values: dict[str, Any]
     summary: Path
+    job: Job
 
 
 def table(rows: Sequence[Row]) -> pd.DataFrame:
@@ -53,8 +70,10 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
     Returns:
         Columns case, sweep, name, one for each axis, status, iteration_ms (median of the slowest
         rank of interest), low_ms and high_ms (deciles), bubble and exposed (shares of the
-        iteration), peak_mib (of the fullest), place (in its sweep; those closer than emulation
-        is true share one), valid, note and results (the folder).
+        iteration), tokens_per_s and flops_per_s (of one rank, where the job says what an iteration
+        gets through), mfu (`model_flops_utilization`), peak_mib (of the fullest), limit (the
+        largest part of the iteration), place (in its sweep; those closer than emulation is true
+        share one), valid, note and results (the folder).
     """
     frame = pd.DataFrame([_of_case(row) for row in rows])
     frame["place"] = ""
@@ -107,6 +126,8 @@ def as_text(frame: pd.DataFrame) -> str:
                 for low, high in zip(rows["low_ms"], rows["high_ms"], strict=True)
             ],
             bubble=[_share(v) for v in rows["bubble"]],
+            tokens_per_s=[_number(v) for v in rows["tokens_per_s"]],
+            mfu=[_share(v) for v in rows["mfu"]],
             exposed=[_share(v) for v in rows["exposed"]],
             iteration_ms=[_number(v) for v in rows["iteration_ms"]],
             peak_mib=[_number(v) for v in rows["peak_mib"]],
@@ -143,16 +164,23 @@ def _of_case(row: Row) -> dict[str, Any]:
     peaks = [r["memory"]["peak"]["bytes"] for r in ranks if r.get("memory")]
     name = row.folder if not row.sweep else row.folder.removeprefix(f"{row.sweep}/")
     late = row.run.partition("_")[2]
+    sizes = row.job.parallelism.model_dump(exclude={"order"}) if row.job.parallelism else {}
     found: dict[str, Any] = {
         "case": f"{name} {late}" if late else name,
         "sweep": row.sweep,
+        "world_size": row.job.world_size,
+        **sizes,
         **row.values,
         "status": summary["status"],
         "iteration_ms": None,
         "low_ms": None,
         "high_ms": None,
+        "tokens_per_s": None,
+        "flops_per_s": None,
+        "mfu": None,
         "bubble": None,
         "exposed": None,
+        "limit": "memory" if summary["status"] == "oom" else "",
         "peak_mib": max(peaks) / (1 << 20) if peaks else None,
         "valid": summary["trust"]["valid"],
         "note": _note(summary),
@@ -166,8 +194,37 @@ def _of_case(row: Row) -> dict[str, Any]:
             "high_ms": slowest["iteration_high_ns"] / 1e6,
             "bubble": slowest["bubble_ns"] / whole,
             "exposed": slowest["exposed_ns"] / whole,
+            "limit": _LIMITS[max(_LIMITS, key=lambda part: slowest[f"{part}_ns"])],
         }
+        done = {k: v / whole * 1e9 / row.job.world_size for k, v in row.job.amounts().items()}
+        if "tokens" in done:
+            found["tokens_per_s"] = done["tokens"]
+        if "flops" in done:
+            found["flops_per_s"] = done["flops"]
+            found["mfu"] = model_flops_utilization(row, done["flops"])
     return found
+
+
+def model_flops_utilization(row: Row, flops_per_s: float) -> float | None:
+    """The model's operations per second of one rank, as a share of what its core can do.
+
+    That is what planning's reference, a product of matrices in fp32, reached on the cores of
+    the last pass. It says nothing of GPUs.
+
+    Returns:
+        None if planning kept no reference.
+    """
+    planned = row.summary.parents[1] / "planning" / PLANNING
+    if not planned.exists():
+        return None
+    readings = [
+        reading["matmul_ns"]
+        for of_slice in artifacts.read_json(planned)["passes"][-1]["slices"]
+        for reading in of_slice["calibration"]["before"] + of_slice["calibration"]["after"]
+    ]
+    if not readings:
+        return None
+    return flops_per_s * statistics.median(readings) * 1e-9 / reference.FLOPS
 
 
 def _note(summary: dict[str, Any]) -> str:

@@ -129,3 +129,33 @@ def test_arguments_are_filled_in():
     )
     assert job.command() == ("train.py", "--n", "4", "--dp", "8", "--x", "{a} b")
     assert job.command(iterations=9)[2] == "9"
+
+
+def test_what_an_iteration_gets_through_follows_the_job_s_values():
+    job = config.Job(
+        program="-m json.tool",
+        parameters={"batch": 8},
+        world_size=4,
+        parallelism=config.Parallelism(dp=4),
+        work=config.Work(tokens="batch * 128 * dp", flops="6 * 1e3 * batch"),
+    )
+    assert job.amounts() == {"tokens": 4096.0, "flops": 48_000.0}
+    resolved = job.resolved()
+    assert resolved.parameters == {}
+    assert resolved.amounts() == job.amounts()
+    assert config.Job.model_validate(resolved.model_dump(mode="json")) == resolved
+    assert job.model_copy(update={"work": None}).amounts() == {}
+    for wrong in ("batch * sequence", "batch *", "0", "batch - 8"):
+        with pytest.raises(ValueError, match=r"cannot be evaluated|must be above 0"):
+            config.Job.model_validate({**job.model_dump(), "work": {"tokens": wrong}})
+
+
+def test_the_shipped_jobs_know_their_work():
+    """Six operations per weight and token, and those of attention."""
+    sequence, vocabulary, layers, hidden, batch = 128, 256, 8, 256, 128
+    weights = layers * 12 * hidden**2 + vocabulary * hidden
+    attention = 12 * layers * hidden * sequence
+    tokens = batch * sequence
+    amounts = shipped.GPT_JOB.amounts()
+    assert amounts["tokens"] == tokens
+    assert amounts["flops"] == pytest.approx((6 * weights + attention) * tokens)

@@ -15,7 +15,7 @@ import sandbox_program
 from crystalllm import artifacts, report, sandbox, tables
 from crystalllm.config import Parallelism, load_cluster
 from crystalllm.errors import UserError
-from crystalllm.report import figures, frames, pages
+from crystalllm.report import figures, frames, overview, pages
 from crystalllm.sandbox.outcome import PARTS
 
 RANK = 5
@@ -204,3 +204,50 @@ def test_the_closed_form_knows_virtual_stages(case, tmp_path, stage, received, v
 def test_a_damaged_timeline_is_named(tmp_path):
     with pytest.raises(UserError, match=r"timeline cannot be read.*rank-1\.json\.gz"):
         frames.pipeline(piped(tmp_path, damaged=True))
+
+
+def test_all_cases_side_by_side(case, tmp_path):
+    """Front page and page of all: numbers, trust and a link for each; one of them was not timed."""
+    row = {
+        "case": "tp2_pp4",
+        "sweep": "layouts",
+        "world_size": 8,
+        "tp": 2,
+        "status": "ok",
+        "iteration_ms": 123.4,
+        "low_ms": 120.0,
+        "high_ms": 130.0,
+        "tokens_per_s": 1024.0,
+        "flops_per_s": 3e9,
+        "mfu": 0.031,
+        "bubble": 0.25,
+        "exposed": 0.1,
+        "peak_mib": 12.0,
+        "limit": "the pipeline",
+        "place": "1",
+        "results": str(case.run),
+    }
+    numbers = ("iteration_ms", "low_ms", "high_ms", "tokens_per_s", "flops_per_s", "mfu")
+    failed = {**row, **dict.fromkeys(numbers), "case": "tp8", "status": "oom", "limit": "memory"}
+    frame = pd.DataFrame([row, failed])
+    linked = tmp_path / "layouts" / "report" / "index.html"
+    linked.parent.mkdir(parents=True)
+    linked.write_text("there")
+    page = overview.write(frame, [linked, linked], tmp_path / "report")
+    for link in re.findall(r"(?:href|src)='([^']+)'", page.read_text()):
+        assert (page.parent / link).exists(), link
+    shown = (page.parent / "overview.html").read_text()
+    names, values = (re.findall(rf"<{tag}>(.*?)</{tag}>", shown) for tag in ("th", "td"))
+    first = dict(zip(names, values, strict=False))
+    assert first["case"] == "tp2_pp4"
+    assert (first["ranks"], first["TP"], first["MFU"]) == ("8", "2", "3.1%")
+    assert (first["limited by"], first["model GFLOP/s/rank"]) == ("the pipeline", "3")
+    caption = (page.parent / "overview.rst").read_text()
+    assert "1 of 2 case(s) were timed" in caption
+    assert "123.4 ms, limited by the pipeline" in caption
+    front = (page.parent / "front.rst").read_text()
+    assert front.count(":valid: yes") == 2, "each with its trust box"
+    assert "123.4 ms for an iteration (120.0 to 130.0)" in front
+    assert "{" not in front, "Snakemake reads it as a template"
+    drawn = figures.cases(frame, band=0.1)
+    assert [t.get_text() for t in drawn.axes[0].get_yticklabels()] == ["tp2_pp4"]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from crystalllm import study
-from crystalllm.config import Job, load_job
+from crystalllm.config import Job, Parallelism, Work, load_job
 from crystalllm.errors import UserError
 from crystalllm.run import Program
 from crystalllm.study import outlook, sources, table
@@ -301,12 +301,39 @@ def summary(path, *, ms=None, status="ok", reason="", peak=1 << 20):
     if ms is not None:
         ns = round(ms * 1e6)
         ranks |= {"iteration_ns": ns, "iteration_low_ns": ns - 1, "iteration_high_ns": ns + 1}
-        ranks |= {"bubble_ns": ns // 4, "exposed_ns": ns // 2}
+        ranks |= {"bubble_ns": ns // 4, "exposed_ns": ns // 2, "compute_ns": ns // 4}
+        ranks |= {"wait_ns": 0, "host_ns": 0}
     trust = {"valid": status == "ok", "why_not": [reason] if reason else []}
     content = {"status": status, "reason": reason, "trust": trust}
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**content, "ranks_of_interest": {"0": ranks}}))
     return path
+
+
+WORKING = Job(
+    program="-m json.tool",
+    parameters={"batch": 4},
+    world_size=2,
+    parallelism=Parallelism(tp=2),
+    work=Work(tokens="batch * 512 * tp", flops="8e9"),
+).resolved()
+
+
+def test_utilization_is_of_what_the_cores_of_planning_could_do(tmp_path):
+    row = table.Row(
+        "a", "run", "", {}, summary(tmp_path / "a" / "run" / "s.json", ms=100.0), WORKING
+    )
+    readings = [{"matmul_ns": ns} for ns in (300_000, 400_000, 500_000)]
+    passes = [
+        {"slices": [{"calibration": {"before": [{"matmul_ns": 1}], "after": []}}]},
+        {"slices": [{"calibration": {"before": readings[:1], "after": readings[1:]}}]},
+    ]
+    planned = tmp_path / "a" / "planning" / "planning.json"
+    planned.parent.mkdir()
+    planned.write_text(json.dumps({"passes": passes}))
+    # 33.6 million operations in 0.4 ms, of which 40 thousand million a second are half.
+    share = 4e10 / (2 * 256**3 / 400e-6)
+    assert table.table([row])["mfu"].tolist() == [pytest.approx(share)]
 
 
 def test_the_table_shows_ties_and_out_of_memory(tmp_path, monkeypatch):
@@ -319,15 +346,28 @@ def test_the_table_shows_ties_and_out_of_memory(tmp_path, monkeypatch):
         "e": {"ms": 90.0},
     }
     rows = [
-        table.Row(f"s/{k}", "emulate", "s", {"tp": i}, summary(tmp_path / k / "s.json", **v))
+        table.Row(
+            f"s/{k}",
+            "emulate",
+            "s",
+            {"tp": i},
+            summary(tmp_path / k / "run" / "s.json", **v),
+            WORKING,
+        )
         for i, (k, v) in enumerate(made.items())
     ]
-    rows.append(table.Row("alone", "emulate", "", {}, summary(tmp_path / "x" / "s.json", ms=1.0)))
+    alone = summary(tmp_path / "x" / "run" / "s.json", ms=1.0)
+    rows.append(table.Row("alone", "emulate", "", {}, alone, WORKING))
     found = table.table(rows).set_index("case")
     assert found.index.tolist() == ["e", "a", "c", "b", "d", "alone"]
     assert found["place"].tolist() == ["1", "2=", "2=", "4", "", ""]
     assert found.loc["d", "status"] == "oom"
     assert found.loc["a", "bubble"] == pytest.approx(0.25)
+    assert found["limit"].tolist() == ["transfers"] * 4 + ["memory", "transfers"]
+    # 4096 tokens and 8e9 operations in 0.1 s on two ranks.
+    assert found.loc["a", "tokens_per_s"] == pytest.approx(20_480)
+    assert found.loc["a", "flops_per_s"] == pytest.approx(4e10)
+    assert found["mfu"].isna().all(), "nothing was planned"
     table.check(found.reset_index())
     text = table.as_text(found.reset_index())
     assert "not how they rank on GPUs" in text
@@ -338,7 +378,8 @@ def test_the_table_shows_ties_and_out_of_memory(tmp_path, monkeypatch):
             "emulate",
             "",
             {},
-            summary(tmp_path / "y" / "s.json", status="crash", reason="Rank 0 died."),
+            summary(tmp_path / "y" / "run" / "s.json", status="crash", reason="Rank 0 died."),
+            WORKING,
         )
     )
     with pytest.raises(UserError, match=r"1 of 7 runs have no result.*bad: crash, Rank 0 died"):

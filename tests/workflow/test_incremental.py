@@ -25,6 +25,8 @@ from crystalllm.report import PICTURES
 # What browsers show at once, and mail takes.
 MOST_REPORTED = 4 << 20
 
+STAGES = ("capture", "plan", "planning", "emulate", "report")
+
 pytestmark = pytest.mark.heavy
 
 
@@ -36,7 +38,8 @@ def project(tmp_path_factory):
     assert rules_in(text) == {
         "build",
         "table",
-        *stages("capture", "plan", "planning", "emulate"),
+        "overview",
+        *stages(*STAGES),
     }
     return made
 
@@ -79,7 +82,6 @@ def test_a_whole_run_leaves_results_and_a_table(project):
 
 
 def test_pictures_of_all_cases_join_in_snakemake_s_report(project):
-    assert rules_in(project.run("report_all")) == stages("report")
     assert project.would_run("--", "report_all") == set()
     project.run("--report", "report.zip", "report_all")
     with zipfile.ZipFile(project.folder / "report.zip") as report:
@@ -100,23 +102,22 @@ def test_touching_nothing_runs_nothing(project):
 
 def test_a_job_s_parameter_reruns_what_depends_on_it(unchanged):
     unchanged.job("second", seed=1)
-    # What comes after the plan is known once that is there.
-    assert unchanged.would_run() == {*stages("capture", "plan", of=("second",)), "table"}
-    text = unchanged.run()
-    expected = stages("capture", "plan", "planning", "emulate", of=("second",))
-    assert rules_in(text) == {*expected, "table"}
+    expected = {*stages(*STAGES, of=("second",)), "table", "overview"}
+    assert unchanged.would_run() == expected
+    assert rules_in(unchanged.run()) == expected
     unchanged.job("second")
-    assert rules_in(unchanged.run()) == {*expected, "table"}
+    assert rules_in(unchanged.run()) == expected
 
 
 def test_another_cluster_leaves_the_capture(unchanged):
     unchanged.job("second", cluster="h200-64x8")
-    assert unchanged.would_run() == {*stages("plan", of=("second",)), "table"}
+    expected = stages(*STAGES[1:], of=("second",))
+    assert unchanged.would_run() == {*expected, "table", "overview"}
 
 
 def test_how_to_emulate_reruns_emulations_only(unchanged):
     unchanged.study(emulate={"ranks": "3"})
-    assert unchanged.would_run() == {*stages("emulate"), "table"}
+    assert unchanged.would_run() == {*stages("emulate", "report"), "table", "overview"}
 
 
 def test_a_module_that_the_program_imports_recaptures(unchanged):
@@ -157,7 +158,7 @@ def test_a_sweep_shares_what_its_points_have_in_common(unchanged):
     text = unchanged.run("--dry-run", "--quiet", "host")
     found = rules_in(text)
     folders = ("links/seed0", "links/seed1")
-    assert found == {*stages("capture", "plan", of=folders), "table"}
+    assert found == {*stages(*STAGES, of=folders), "table", "overview"}
     assert "4 points of sweeps cannot be" in text
 
 

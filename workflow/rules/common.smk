@@ -9,7 +9,10 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from crystalllm import study
+from crystalllm.arguments import BENCHES
+from crystalllm.config import ABOUT
 from crystalllm.errors import UserError
+from crystalllm.report import OVERVIEW as OF_ALL
 from crystalllm.report import PICTURES, QUESTIONS
 from crystalllm.run import Program
 from crystalllm.study import outlook, sources
@@ -26,6 +29,7 @@ except UserError as error:
     raise WorkflowError(str(error)) from None
 
 RESULTS = str(STUDY.results)
+OVERVIEW = f"{RESULTS}/report"
 # Their names say which cases they are of: where a checkpoint is to come, Snakemake compares
 # neither times nor names nor parameters of inputs, and only an output that is missing counts.
 _ASKED_FOR = json.dumps([[case.folder, case.run] for case in CASES])
@@ -72,8 +76,13 @@ def program(wildcards):
 
 
 def job(wildcards):
-    """What decides what a job's ranks do; its cluster does not."""
-    return OF_FOLDER[wildcards.job].job.model_dump(mode="json", exclude={"cluster"})
+    """What decides what a job's ranks do; its cluster does not, nor what it is worth."""
+    return OF_FOLDER[wildcards.job].job.model_dump(mode="json", exclude=set(ABOUT))
+
+
+def about(case):
+    """What a report says of a job besides."""
+    return case.job.model_dump(mode="json", exclude={"cluster"})
 
 
 def cluster(wildcards):
@@ -170,6 +179,16 @@ def shown(case, name):
         caption=os.path.abspath(f"{pages(case)}/{name}.rst"),
         category=f"{case.folder} ({case.run})",
         labels={"question": QUESTIONS[name]},
+    )
+
+
+def shown_of_all(kind):
+    """The picture or table of all cases, likewise."""
+    return report(
+        f"{OVERVIEW}/overview.{kind}",
+        caption=os.path.abspath(f"{OVERVIEW}/overview.rst"),
+        category="All cases",
+        labels={"question": OF_ALL, "as": {"svg": "picture", "html": "table"}[kind]},
     )
 
 

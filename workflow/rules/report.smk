@@ -1,4 +1,5 @@
-# Reads: summaries of all runs. Writes: results/table.*, infeasible.tsv. Needs a GPU: no.
+# Reads: summaries of all runs. Writes: results/table.*, infeasible.tsv, report/ of each job and
+# of all. Needs a GPU: no.
 
 
 rule table:
@@ -18,6 +19,7 @@ rule table:
     localrule: True
     params:
         cases=[[case.folder, case.run, case.sweep, case.values] for case in CASES],
+        jobs=[about(case) for case in CASES],
         infeasible=[[one.sweep, one.values, one.reason] for one in INFEASIBLE],
         library=sources.library_digest("table"),
     message:
@@ -59,13 +61,35 @@ for _case in CASES:
             f"{RESULTS}/{_case.folder}/logs/report-{_case.run}.log",
         localrule: True
         params:
-            job=_case.job.model_dump(mode="json", exclude={"cluster"}),
+            job=about(_case),
             cluster=_case.cluster,
             library=sources.library_digest("report"),
         message:
             f"Drawing {_case.folder} ({_case.run})"
         script:
             "../scripts/report.py"
+
+
+rule overview:
+    """All cases side by side, and the front page of the report."""
+    input:
+        table=rules.table.output.table,
+        tabled=rules.table.output.done,
+    output:
+        page=f"{OVERVIEW}/index.html",
+        front=f"{OVERVIEW}/front.rst",
+        caption=f"{OVERVIEW}/overview.rst",
+        shown=[shown_of_all(kind) for kind in ("svg", "html")],
+    log:
+        f"{RESULTS}/.build/overview.log",
+    localrule: True
+    params:
+        pages=[[f"{RESULTS}/{case.folder}/{case.run}", pages(case)] for case in CASES],
+        library=sources.library_digest("report"),
+    message:
+        "Drawing all cases"
+    script:
+        "../scripts/overview.py"
 
 
 onsuccess:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from stage import logged
 
+from crystalllm.config import Job
 from crystalllm.study import table
 
 
@@ -16,9 +17,12 @@ def main(snakemake):
                 marker.unlink()
         found = table.table(
             [
-                table.Row(*case, summary=Path(summary))
-                for case, summary in zip(
-                    snakemake.params.cases, snakemake.input.summaries, strict=True
+                table.Row(*case, summary=Path(summary), job=Job.model_validate(job))
+                for case, job, summary in zip(
+                    snakemake.params.cases,
+                    snakemake.params.jobs,
+                    snakemake.input.summaries,
+                    strict=True,
                 )
             ]
         )
