@@ -117,9 +117,11 @@ def _cores(number):
 
 def test_processes_play_it(captured):
     played = scenes(captured, [(REDUCED, 2)])[:1]
-    rows, _ = measure_scenes(played, _cores(2), rounds=2, repetitions=6, limit_s=60)
-    found = {Case(r.kind, r.bytes, r.dtype): r for r in rows}
-    assert set(found) == {REDUCED, SENT, RECEIVED}
+    rows, untimed = measure_scenes(played, _cores(2), rounds=2, repetitions=6, limit_s=60)
+    cases = [Case(r.kind, r.bytes, r.dtype) for r in (*rows, *untimed)]
+    # When messages end only a wait tells that comes at once, which others on a core delay.
+    assert (len(cases), set(cases)) == (3, {REDUCED, SENT, RECEIVED})
+    assert REDUCED in cases[: len(rows)]
     for row in rows:
         assert row.ranks == 2
         assert row.count == 12
