@@ -36,7 +36,7 @@ def run_ranks(
     *,
     begin: Callable[[], None] = lambda: None,
     leave: Callable[[], bytes],
-    limit_s: float = 60,
+    limit_s: float = 180,
 ) -> list[bytes]:
     """Runs all ranks of the job's world, and gives what each of them left.
 
