@@ -247,14 +247,13 @@ def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
     import pandas as pd  # takes a second to import
 
     try:
-        return pd.DataFrame([dict(names)]).eval(expression, engine="python").iloc[0]
-    except AttributeError:  # of no name: it is the number itself
-        return pd.eval(expression, engine="python")
+        found = pd.DataFrame([dict(names)]).eval(expression, engine="python")
     except Exception as error:
         raise ValueError(
             f"{expression} cannot be evaluated ({type(error).__name__}: {error}); write such as "
             f"tp * pp, with {', '.join(names)}"
         ) from error
+    return found.iloc[0] if isinstance(found, pd.Series) else found  # of no name: a number
 
 
 def _as_argument(name: str, value: bool | int | float | str) -> str:

@@ -145,7 +145,7 @@ def test_what_an_iteration_gets_through_follows_the_job_s_values():
     assert resolved.amounts() == job.amounts()
     assert config.Job.model_validate(resolved.model_dump(mode="json")) == resolved
     assert job.model_copy(update={"work": None}).amounts() == {}
-    for wrong in ("batch * sequence", "batch *", "0", "batch - 8"):
+    for wrong in ("batch * sequence", "batch *", "batch.foo", "0", "batch - 8"):
         with pytest.raises(ValueError, match=r"cannot be evaluated|must be above 0"):
             config.Job.model_validate({**job.model_dump(), "work": {"tokens": wrong}})
 
