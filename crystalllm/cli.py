@@ -133,10 +133,10 @@ def _capture(args: argparse.Namespace, _: object) -> int:
 
     from crystalllm.capture import capture
     from crystalllm.chosen import numbers
-    from crystalllm.config import load_job
+    from crystalllm.config import load_job, stem
 
     job = load_job(args.job)
-    name = Path(args.job).stem
+    name = stem(args.job)
     out = args.out or Path("results") / name / "capture"
     ranks = None if args.ranks is None else numbers(args.ranks, option=f"--ranks {args.ranks}")
     shard = None if args.shard is None else _shard(args.shard)
@@ -179,10 +179,10 @@ def _capture(args: argparse.Namespace, _: object) -> int:
 
 def _merge(args: argparse.Namespace, _: object) -> int:
     from crystalllm.capture import merge
-    from crystalllm.config import load_job
+    from crystalllm.config import load_job, stem
 
     job = load_job(args.job)
-    out = args.out or Path("results") / Path(args.job).stem / "capture"
+    out = args.out or Path("results") / stem(args.job) / "capture"
     _say_what_was_captured(merge(job, args.pieces, out, eager_bytes=args.eager_bytes), out)
     return 0
 
@@ -297,12 +297,12 @@ def _replay(args: argparse.Namespace, _: object) -> int:
 def _planning(args: argparse.Namespace, _: object) -> int:
     from crystalllm import planning
     from crystalllm.chosen import numbers
-    from crystalllm.config import load_job
+    from crystalllm.config import load_job, stem
     from crystalllm.cores import separate
     from crystalllm.planning.show import show_explanation, show_summary
 
     job = load_job(args.job)
-    results = Path("results") / Path(args.job).stem
+    results = Path("results") / stem(args.job)
     out = args.out or results / "planning"
     cores = args.cores and numbers(args.cores, option=f"--cores {args.cores}", what="core")
     request: dict[str, Any] = {
@@ -346,12 +346,12 @@ def _planning(args: argparse.Namespace, _: object) -> int:
 
 
 def _emulate(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.config import load_job
+    from crystalllm.config import load_job, stem
     from crystalllm.emulate import PROFILE, emulate
     from crystalllm.sandbox.show import show_summary
 
     job = load_job(args.job)
-    results = Path("results") / Path(args.job).stem
+    results = Path("results") / stem(args.job)
     out = args.out or results / "emulate"
     found = emulate(
         job,
@@ -439,10 +439,10 @@ def _compare(args: argparse.Namespace, _: object) -> int:
 
 
 def _fits(args: argparse.Namespace, _: object) -> int:
-    from crystalllm.config import load_job
+    from crystalllm.config import load_job, stem
     from crystalllm.fits import fits
 
-    results = Path("results") / Path(args.job).stem
+    results = Path("results") / stem(args.job)
     out = args.out or results / "fits"
     found = fits(
         load_job(args.job),

@@ -78,7 +78,11 @@ class Parallelism(_Model):
         return self
 
 
-Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+Amount = (
+    Annotated[int, Field(strict=True)]
+    | Annotated[float, Field(strict=True)]
+    | Annotated[str, Field(strict=True)]
+)
 # Of a job's values: what decides nothing that a rank does.
 ABOUT = frozenset({"cluster", "work"})
 
@@ -86,14 +90,13 @@ ABOUT = frozenset({"cluster", "work"})
 class Work(_Model):
     """What an iteration gets through. Numbers, or expressions with a job's sizes and parameters."""
 
-    tokens: str = Field(description="tokens of all ranks", examples=["global_batch * 4096"])
-    flops: str | None = Field(
+    tokens: Amount = Field(description="tokens of all ranks", examples=["global_batch * 4096"])
+    flops: Amount | None = Field(
         None,
         description="floating-point operations of the model for them, recomputation left out, as "
         "for MFU",
         examples=["6 * 70e9 * global_batch * 4096"],
     )
-    precision: Precision = Field("bf16", description="at whose peak MFU is 1")
 
 
 class Job(_Model):
@@ -149,7 +152,8 @@ class Job(_Model):
                 f"{rest}, {2 * rest}, {3 * rest}, … with dp to match"
             )
             raise ValueError(
-                f"{p.factors} = {p.product} ranks, but world_size is {self.world_size}; {hint}"
+                f"keys parallelism and world_size: {p.factors} = {p.product} ranks, but world_size "
+                f"is {self.world_size}; {hint}"
             )
         taken = sorted(set(self.parameters) & set(self._own_values(1)))
         if taken:
@@ -186,7 +190,10 @@ class Job(_Model):
 
         Two jobs that are equal then run the same, also where one has a parameter more.
         """
-        values = {name: _as_argument(name, value) for name, value in self.parameters.items()}
+        values = {
+            name: _as_argument(name, value).replace("{", "{{").replace("}", "}}")
+            for name, value in self.parameters.items()
+        }
         text = re.sub(
             r"\{\{|\}\}|\{(\w+)\}",
             lambda match: values.get(match[1] or "", match[0]),
@@ -195,8 +202,7 @@ class Job(_Model):
         arguments = shlex.join(shlex.split(text))
         work = self.work
         if work is not None:
-            numbers = {name: repr(amount) for name, amount in self.amounts().items()}
-            work = work.model_copy(update=numbers)
+            work = work.model_copy(update=self.amounts())
         update = {"arguments": arguments, "parameters": {}, "work": work}
         return self.model_copy(update=update)
 
@@ -209,12 +215,14 @@ class Job(_Model):
         if self.work is None:
             return {}
         names = {**self._own_values(self.iterations), **self.parameters}
+        # As integers, large models' operations would overflow.
+        names = {k: float(v) if type(v) is int else v for k, v in names.items()}
         found = {}
         for name in ("tokens", "flops"):
             expression = getattr(self.work, name)
             if expression is None:
                 continue
-            amount = evaluate(expression, names)
+            amount = evaluate(str(expression), names)
             if not 0 < float(amount) < float("inf"):
                 raise ValueError(f"{name}: {expression} is {amount}; it must be above 0")
             found[name] = float(amount)
@@ -236,6 +244,11 @@ class Job(_Model):
             seed=self.seed,
             environment=self.environment,
         )
+
+
+def stem(name: str) -> str:
+    """The name of a job or sweep that is given by name or by file; it may have dots."""
+    return Path(name).name.removesuffix(".yaml").removesuffix(".yml")
 
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
@@ -267,8 +280,8 @@ class Gpu(_Model):
 
     model: str = Field(description="name as nvidia-smi shows it", examples=["NVIDIA H200"])
     memory_bytes: Positive = Field(description="device memory")
-    peak_flops: dict[Precision, PositiveNumber] = Field(
-        description="dense peak per second by precision, for MFU"
+    peak_flops: dict[Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"], PositiveNumber] = (
+        Field(description="dense peak per second by precision, for MFU")
     )
 
 
@@ -453,9 +466,8 @@ def _explain(error: ValidationError, path: Path, model: type[BaseModel]) -> User
         elif item["type"] == "missing":
             problems.append(f"key {key} is missing")
         elif item["type"] == "value_error":
-            name = f"key {key}: " if item["loc"] else "keys parallelism and world_size: "
             what = str(item["ctx"]["error"])
-            problems.append(what if model is not Job and not item["loc"] else name + what)
+            problems.append(f"key {key}: {what}" if item["loc"] else what)
         else:
             problems.append(f"key {key}: value {value!r}: {item['msg']}")
     name = model.__name__.lower()

@@ -91,7 +91,7 @@ GPT_JOB = Job(
     capture_iterations=3,
     parallelism=Parallelism(tp=4, pp=8, dp=16),
     cluster="h200-64x8",
-    work=Work(tokens=_TOKENS, flops=_GPT_FLOPS, precision="fp32"),
+    work=Work(tokens=_TOKENS, flops=_GPT_FLOPS),
 )
 
 
@@ -105,7 +105,7 @@ DDP_JOB = _sibling({"data_parallel": "ddp"})
 MOE_JOB = _sibling(
     {"num_experts": 8, "global_batch": 256},
     parallelism=Parallelism(tp=2, pp=4, dp=64, ep=8),
-    work=Work(tokens=_TOKENS, precision="fp32"),
+    work=Work(tokens=_TOKENS),
 )
 LARGE_GPT_JOB = _sibling(
     {"global_batch": 2048},
@@ -113,18 +113,15 @@ LARGE_GPT_JOB = _sibling(
     parallelism=Parallelism(tp=4, pp=8, dp=256),
     cluster="h200-1024x8",
 )
-_BF16 = Work(tokens=_TOKENS, flops=_GPT_FLOPS, precision="bf16")
 # The same program on GPUs: one of them stands for any rank of the world.
 ONE_GPU_JOB = _sibling(
     {"layers": 32, "hidden": 4096},
     arguments=_GPT_ARGUMENTS + " --heads 32 --device cuda --precision bf16",
-    work=_BF16,
 )
 # A world that two nodes hold whole, so that emulated and real runs can be compared.
 TWO_NODES_JOB = _sibling(
     {"layers": 16, "hidden": 2048, "global_batch": 32},
     arguments=_GPT_ARGUMENTS + " --heads 16 --device cuda --precision bf16",
-    work=_BF16,
     world_size=16,
     parallelism=Parallelism(tp=4, pp=2, dp=2),
     cluster="h200-2x8",

@@ -22,6 +22,7 @@ from crystalllm.config import (
     find,
     load_cluster,
     load_job,
+    stem,
 )
 from crystalllm.errors import UserError
 from crystalllm.study.model import SWEEPS, Axis, Options, Study, Sweep, load_sweep
@@ -83,8 +84,8 @@ def cases(study: Study) -> tuple[list[Case], list[Infeasible]]:
     found: list[Case] = []
     left_out: list[Infeasible] = []
     for name in study.jobs:
-        stem = Path(name).stem
-        found.append(Case(stem, RUN, load_job(name).resolved(), study.options(stem)))
+        folder = stem(name)
+        found.append(Case(folder, RUN, load_job(name).resolved(), study.options(folder)))
     for name in study.sweeps:
         for one in _points(name, load_sweep(name), study):
             if isinstance(one, Case):
@@ -104,18 +105,18 @@ def cases(study: Study) -> tuple[list[Case], list[Infeasible]]:
 
 
 def _points(name: str, sweep: Sweep, study: Study) -> Iterator[Case | Infeasible]:
-    stem = Path(name).stem
+    folder = stem(name)
     path = str(find(name, SWEEPS, "sweep"))
     base = load_job(sweep.job)
     _check_axes(sweep, base, path)
     for values in _combinations(sweep):
         if why := _forbidden(sweep, base, values, path):
-            yield Infeasible(stem, values, why)
+            yield Infeasible(folder, values, why)
             continue
         try:
             job = _varied(base, values, path)
         except (ValueError, UserError) as error:
-            yield Infeasible(stem, values, _said(error))
+            yield Infeasible(folder, values, _said(error))
             continue
         early, late = (
             _named(sweep, {k: v for k, v in values.items() if (k in LATE) == is_late})
@@ -123,13 +124,13 @@ def _points(name: str, sweep: Sweep, study: Study) -> Iterator[Case | Infeasible
         )
         has_late = any(k in LATE for k in values) and late != _STANDARD
         yield Case(
-            folder=f"{stem}/{early}",
+            folder=f"{folder}/{early}",
             run=f"{RUN}_{late}" if has_late else RUN,
             job=job.model_copy(update={"cluster": base.cluster}).resolved(),
-            options=study.options(stem),
+            options=study.options(folder),
             cluster=values.get("cluster"),
             what_if=Path(values["what_if"]) if values.get("what_if") else None,
-            sweep=stem,
+            sweep=folder,
             values=values,
         )
 

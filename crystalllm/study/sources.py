@@ -16,6 +16,7 @@ from pathlib import Path
 
 import crystalllm
 from crystalllm import native
+from crystalllm.arguments import BENCHES
 from crystalllm.run import Program
 
 _PACKAGE = Path(crystalllm.__file__).resolve().parent
@@ -27,6 +28,7 @@ _ENTRIES = {
     "emulate": ("crystalllm.emulate", "crystalllm.sandbox.worker"),
     "table": ("crystalllm.study.table",),
     "report": ("crystalllm.report.pages", "crystalllm.report.overview"),
+    **{f"bench {name}": (f"crystalllm.bench.{name}",) for name in BENCHES},
 }
 # Programs of their own that lie in the package: jobs depend on them as on any program.
 _PROGRAMS = _PACKAGE / "examples"
@@ -53,7 +55,7 @@ def library_digest(stage: str) -> str:
     """Digest of the modules that a stage uses, of the patches and of the native sources.
 
     Args:
-        stage: capture, planning, emulate, table or report.
+        stage: capture, planning, emulate, table, report or bench and its name.
     """
     code = "".join(f"import {name}\n" for name in _ENTRIES[stage])
     files = {p for p in _imported(code, [_ROOT]) if _is_library(p)}

@@ -36,6 +36,7 @@ _COLUMNS = {
     "place": "place",
     "note": "",
 }
+_NUMBERS = ("low_ms", "high_ms", "flops_per_s")
 # Parts of an iteration, as what it is limited by.
 _LIMITS = {
     "compute": "computation",
@@ -68,13 +69,16 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
     """One row per case; of a sweep in the order of its iteration times.
 
     Returns:
-        Columns case, sweep, name, one for each axis, status, iteration_ms (median of the slowest
-        rank of interest), low_ms and high_ms (deciles), bubble and exposed (shares of the
-        iteration), tokens_per_s and flops_per_s (of one rank, where the job says what an iteration
-        gets through), mfu (`model_flops_utilization`), peak_mib (of the fullest), limit (the
-        largest part of the iteration), place (in its sweep; those closer than emulation is true
-        share one), valid, note and results (the folder).
+        Columns case, sweep, world_size and sizes of the parallel axes, one for each axis of the
+        sweep, status, iteration_ms (median of the slowest rank of interest), low_ms and high_ms
+        (deciles), bubble and exposed (shares of the iteration), tokens_per_s and flops_per_s (of
+        one rank, where the job says what an iteration gets through), mfu
+        (`model_flops_utilization`), peak_mib (of the fullest), limit (the largest part of the
+        iteration), place (in its sweep; those closer than emulation is true share one), valid,
+        note and results (the folder).
     """
+    if not rows:
+        return pd.DataFrame(columns=["case", "sweep", "limit", *_NUMBERS, *_COLUMNS, "results"])
     frame = pd.DataFrame([_of_case(row) for row in rows])
     frame["place"] = ""
     parts = []
@@ -165,12 +169,13 @@ def _of_case(row: Row) -> dict[str, Any]:
     name = row.folder if not row.sweep else row.folder.removeprefix(f"{row.sweep}/")
     late = row.run.partition("_")[2]
     sizes = row.job.parallelism.model_dump(exclude={"order"}) if row.job.parallelism else {}
+    who = {"case": f"{name} {late}" if late else name, "sweep": row.sweep}
     found: dict[str, Any] = {
-        "case": f"{name} {late}" if late else name,
-        "sweep": row.sweep,
+        **who,
         "world_size": row.job.world_size,
         **sizes,
         **row.values,
+        **who,  # also where parameters have these names
         "status": summary["status"],
         "iteration_ms": None,
         "low_ms": None,

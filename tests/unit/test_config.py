@@ -145,6 +145,11 @@ def test_what_an_iteration_gets_through_follows_the_job_s_values():
     assert resolved.amounts() == job.amounts()
     assert config.Job.model_validate(resolved.model_dump(mode="json")) == resolved
     assert job.model_copy(update={"work": None}).amounts() == {}
+    plain = {**job.model_dump(), "work": {"tokens": 524_288, "flops": 1e21}}
+    assert config.Job.model_validate(plain).amounts() == {"tokens": 524_288.0, "flops": 1e21}
+    large = {**plain, "parameters": {"hidden": 16_384, "layers": 126, "batch": 2048 * 8192}}
+    large["work"] = {"tokens": "batch", "flops": "72 * batch * layers * hidden ** 2"}
+    assert config.Job.model_validate(large).amounts()["flops"] == pytest.approx(4.0855e19, rel=1e-3)
     for wrong in ("batch * sequence", "batch *", "batch.foo", "0", "batch - 8"):
         with pytest.raises(ValueError, match=r"cannot be evaluated|must be above 0"):
             config.Job.model_validate({**job.model_dump(), "work": {"tokens": wrong}})

@@ -336,6 +336,31 @@ def test_utilization_is_of_what_the_cores_of_planning_could_do(tmp_path):
     assert table.table([row])["mfu"].tolist() == [pytest.approx(share)]
 
 
+def test_a_study_without_cases_has_a_table(tmp_path):
+    """Every point may be infeasible; the file that says why is written with it."""
+    found = table.table([])
+    names = {"tsv": "t.tsv", "text": "t.txt", "infeasible_tsv": "i.tsv"}
+    left_out = [("s", {"tp": 3}, "3 does not divide 8")]
+    table.write(found, left_out, **{k: tmp_path / name for k, name in names.items()})
+    assert "3 does not divide 8" in (tmp_path / "i.tsv").read_text()
+    table.check(found)
+
+
+def test_names_may_have_dots_and_values_braces(tmp_path, monkeypatch):
+    job = {
+        "program": "-m json.tool",
+        "arguments": "--extra {extra}",
+        "parameters": {"extra": '\'{"a": {"b": 1}}\''},
+        "world_size": 2,
+    }
+    names = [tmp_path / f"llama-3.1-{size}b.yaml" for size in (8, 70)]
+    for path in names:
+        path.write_text(yaml.safe_dump(job))
+    found, _ = study.cases(study.Study(jobs=[str(path) for path in names]))
+    assert [case.folder for case in found] == ["llama-3.1-8b", "llama-3.1-70b"]
+    assert found[0].job.command() == ("-m", "json.tool", "--extra", '{"a": {"b": 1}}')
+
+
 def test_the_table_shows_ties_and_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "error_band", lambda device="cpu": 0.05)
     made = {

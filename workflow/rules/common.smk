@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -29,6 +30,7 @@ except UserError as error:
     raise WorkflowError(str(error)) from None
 
 RESULTS = str(STUDY.results)
+STARTED = time.time()
 OVERVIEW = f"{RESULTS}/report"
 # Their names say which cases they are of: where a checkpoint is to come, Snakemake compares
 # neither times nor names nor parameters of inputs, and only an output that is missing counts.
@@ -193,9 +195,9 @@ def shown_of_all(kind):
 
 
 def print_results():
-    """The table of results, at the end of a run that has made one."""
+    """The table of results, at the end of a run that has made it."""
     path = Path(RESULTS) / "table.txt"
-    if path.exists() and Path(TABLED).exists():
+    if path.exists() and path.stat().st_mtime >= STARTED:
         print(path.read_text())
 
 

@@ -62,7 +62,7 @@ for _case in CASES:
         localrule: True
         params:
             job=about(_case),
-            cluster=_case.cluster,
+            cluster=_case.cluster or _case.job.cluster,
             library=sources.library_digest("report"),
         message:
             f"Drawing {_case.folder} ({_case.run})"
@@ -93,6 +93,10 @@ rule overview:
 
 
 onsuccess:
+    print_results()
+
+
+onerror:
     print_results()
 
 

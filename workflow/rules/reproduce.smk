@@ -23,7 +23,7 @@ for _bench in BENCHES:
             runtime=120,
         params:
             bench=_bench,
-            library=sources.library_digest("emulate"),
+            library=sources.library_digest(f"bench {_bench}"),
         message:
             f"Measuring again: bench {_bench}"
         script:
