@@ -110,15 +110,17 @@ def test_pictures_are_drawn_and_not_cut(browser, project, name):
     results = project.folder / "results"
     folder = results / JOB / "report" / "emulate" if name in PICTURES else results / "report"
     shot = project.folder / f"{name}.png"
-    browser(f"--screenshot={shot}", (folder / f"{name}.svg").as_uri())
+    drawn = folder / f"{name}.svg"
+    browser(f"--screenshot={shot}", drawn.as_uri())
+    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', drawn.read_text())
+    width, height = (float(points) * 96 / 72 for points in size.groups())
     seen = np.asarray(Image.open(shot).convert("L"))
     inked = seen < 200
     assert 0.002 < inked.mean() < 0.6, "empty, or full"
-    # Of the picture (9 inches at 96 pixels) nothing touches the border.
+    # Nothing touches the picture's border.
     rows, columns = np.nonzero(inked)
-    assert rows.min() > 0
-    assert columns.min() > 0
-    assert columns.max() < 9.05 * 96
+    assert 0 < rows.min() <= rows.max() < min(height, WINDOW[1]) - 1
+    assert 0 < columns.min() <= columns.max() < width - 1
 
 
 def test_snakemake_s_report_opens_with_the_trust_box(browser, project):
