@@ -210,7 +210,9 @@ def parser() -> argparse.ArgumentParser:
     emulate.add_argument(
         "--warm-up", type=_from(0), default=2, help="iterations before them (default 2)"
     )
-    emulate.add_argument("--out", type=Path, help="folder (default results/<job>/emulate)")
+    emulate.add_argument(
+        "--out", type=Path, help="folder (default results/<job>/emulate, or untimed)"
+    )
     emulate.add_argument(
         "--capture", type=Path, help="folder that capture wrote (default results/<job>/capture)"
     )

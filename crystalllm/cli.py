@@ -352,7 +352,8 @@ def _emulate(args: argparse.Namespace, _: object) -> int:
 
     job = load_job(args.job)
     results = Path("results") / stem(args.job)
-    out = args.out or results / "emulate"
+    # A look with a debugger takes no timed result's place.
+    out = args.out or results / ("untimed" if args.untimed else "emulate")
     found = emulate(
         job,
         out,

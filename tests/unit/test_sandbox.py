@@ -321,7 +321,10 @@ def emulate_command(setup, folder, *options: str) -> list[str]:
 
 
 def test_a_debugger_sits_in_the_rank(setup, tmp_path):
+    """And takes no timed result's place."""
     command = emulate_command(deviating(setup, "pdb"), tmp_path, "--untimed")
+    at = command.index("--out")
+    del command[at : at + 2]
     done = subprocess.run(
         command,
         input="p 'rank', rank, 'of', world\np out.shape\nc\n",
@@ -330,11 +333,13 @@ def test_a_debugger_sits_in_the_rank(setup, tmp_path):
         timeout=120,
         check=False,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "('rank', 5, 'of', 8)" in done.stdout
     assert "torch.Size([4, 32])" in done.stdout
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [path.name for path in (tmp_path / "results" / "job").iterdir()] == ["untimed"]
+    summary = json.loads((tmp_path / "results" / "job" / "untimed" / "summary.json").read_text())
     assert summary["status"] == "ok"
     assert summary["trust"]["why_not"] == ["nothing was timed (--untimed)"]
 
