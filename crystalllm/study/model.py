@@ -96,6 +96,9 @@ class EmulateOptions(_Model):
     follow_speed: bool = Field(
         False, description="the others compute as slowly as the ranks of interest do, now"
     )
+    draw: bool = Field(
+        False, description="draw durations from what was measured instead of taking medians"
+    )
     profile: bool = Field(False, description="a Kineto trace; times are not valid then")
     limit_s: Positive = Field(3600, description="seconds after which a run is ended")
     nodes: Positive = Field(1, description="hosts of one emulation, as a scheduler gives them")

@@ -78,6 +78,7 @@ def emulate_request(
         "memory": options["memory"],
         "memory_limit_bytes": options["memory_limit"],
         "follows_speed": options["follow_speed"],
+        "draw": options["draw"],
         "profile": options["profile"],
         "limit_s": options["limit_s"],
     }
