@@ -6,6 +6,7 @@ generated from them (`generated`).
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import shlex
@@ -215,8 +216,6 @@ class Job(_Model):
         if self.work is None:
             return {}
         names = {**self._own_values(self.iterations), **self.parameters}
-        # As integers, large models' operations would overflow.
-        names = {k: float(v) if type(v) is int else v for k, v in names.items()}
         found = {}
         for name in ("tokens", "flops"):
             expression = getattr(self.work, name)
@@ -251,22 +250,32 @@ def stem(name: str) -> str:
     return Path(name).name.removesuffix(".yaml").removesuffix(".yml")
 
 
+# What an expression may consist of: no calls, no attributes, no bits.
+_IN_EXPRESSIONS = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
+    *(ast.UnaryOp, ast.USub, ast.UAdd, ast.Not, ast.BoolOp, ast.And, ast.Or),
+    *(ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
+)
+
+
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
-    """What an expression such as `tp * pp <= 64` is.
+    """What an expression such as `tp * pp <= 64` is, in Python's arithmetic.
 
     Raises:
         ValueError: It cannot be evaluated.
     """
-    import pandas as pd  # takes a second to import
-
     try:
-        found = pd.DataFrame([dict(names)]).eval(expression, engine="python")
-    except Exception as error:
+        tree = ast.parse(expression.strip(), mode="eval")
+        for node in ast.walk(tree):
+            if not isinstance(node, _IN_EXPRESSIONS):
+                raise SyntaxError(f"{type(node).__name__} has no place here")
+        return eval(compile(tree, "<expression>", "eval"), {"__builtins__": {}}, dict(names))
+    except (SyntaxError, NameError, ArithmeticError, TypeError, ValueError) as error:
         raise ValueError(
             f"{expression} cannot be evaluated ({type(error).__name__}: {error}); write such as "
             f"tp * pp, with {', '.join(names)}"
         ) from error
-    return found.iloc[0] if isinstance(found, pd.Series) else found  # of no name: a number
 
 
 def _as_argument(name: str, value: bool | int | float | str) -> str:

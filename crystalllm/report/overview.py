@@ -13,7 +13,7 @@ from crystalllm import artifacts
 from crystalllm.report import OVERVIEW, captions, figures
 from crystalllm.report.documents import as_rst, save_figure, write_page
 from crystalllm.sandbox.outcome import SUMMARY
-from crystalllm.study.table import error_band
+from crystalllm.study.table import error_band, share
 
 # What a person looks for, in the order of Megatron-Bridge's tables of performance.
 _COLUMNS = {
@@ -98,16 +98,12 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
     found = full[names].astype(object)
     for name in names:
         if name in ("mfu", "bubble", "exposed"):
-            found[name] = [_share(v) for v in full[name]]
+            found[name] = [share(v) for v in full[name]]
         elif pd.api.types.is_float_dtype(full[name]):
             found[name] = ["" if pd.isna(v) else f"{v:,.4g}" for v in full[name]]
         else:
             found[name] = ["" if pd.isna(v) else v for v in full[name]]
     return found
-
-
-def _share(value: float) -> str:
-    return "" if pd.isna(value) else f"{value:.1%}"
 
 
 def _table(shown: pd.DataFrame, *, escape: bool = True) -> str:

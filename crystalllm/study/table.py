@@ -129,10 +129,10 @@ def as_text(frame: pd.DataFrame) -> str:
                 "" if pd.isna(low) else f"{low:.1f} .. {high:.1f}"
                 for low, high in zip(rows["low_ms"], rows["high_ms"], strict=True)
             ],
-            bubble=[_share(v) for v in rows["bubble"]],
+            bubble=[share(v) for v in rows["bubble"]],
             tokens_per_s=[_number(v) for v in rows["tokens_per_s"]],
-            mfu=[_share(v) for v in rows["mfu"]],
-            exposed=[_share(v) for v in rows["exposed"]],
+            mfu=[share(v) for v in rows["mfu"]],
+            exposed=[share(v) for v in rows["exposed"]],
             iteration_ms=[_number(v) for v in rows["iteration_ms"]],
             peak_mib=[_number(v) for v in rows["peak_mib"]],
         )
@@ -251,7 +251,8 @@ def _places(times: Sequence[float], band: float) -> list[str]:
     return [f"{p}=" if p and found.count(p) > 1 else p for p in found]
 
 
-def _share(value: float) -> str:
+def share(value: float) -> str:
+    """For people; empty where it is not known."""
     return "" if pd.isna(value) else f"{value:.1%}"
 
 

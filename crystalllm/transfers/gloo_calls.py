@@ -21,7 +21,7 @@ UNEQUAL = (0.93, 1.07)
 
 # Some of a layer's activations, weights of many layers (more than a core's caches hold), each
 # used for as many steps as give a whole layer's, and what goes through memory. A step takes some
-# 20 us: computation between calls is often no more than 100.
+# 36 us: computation between calls is often no more than 100.
 _ACTIVATIONS = torch.ones(8, 256)
 _WEIGHTS = [torch.full((256, 256), 1 / 256) for _ in range(64)]
 _STEPS_PER_WEIGHT = 16
