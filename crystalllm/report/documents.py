@@ -13,7 +13,7 @@ from crystalllm import artifacts
 _STYLE = (
     "body{font-family:sans-serif;font-size:14px;margin:1em;max-width:70em}img{max-width:100%}"
     "table{border-collapse:collapse}"
-    "td,th{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
+    "td,th{padding:.3em .6em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
 )
 _PAGE = (
     "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"

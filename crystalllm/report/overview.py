@@ -36,6 +36,7 @@ _COLUMNS = {
     "limit": "limited by",
     "place": "place",
 }
+_AXES = ("tp", "pp", "cp", "dp", "vp", "ep")
 _CPU = (
     "Computation was timed on CPU cores: it says how these cases differ here, not how they rank on "
     "GPUs."
@@ -92,9 +93,16 @@ def write(frame: pd.DataFrame, pages: Sequence[Path], out: Path) -> Path:
 
 
 def _shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """For people: known columns that say something, rounded."""
+    """For people: known columns that say something, rounded; no axis that nobody divides."""
     full = frame.assign(gflops_per_s=frame["flops_per_s"] / 1e9)
-    names = [n for n in _COLUMNS if n in full and not full[n].isna().all() and any(full[n] != "")]
+    names = [
+        n
+        for n in _COLUMNS
+        if n in full
+        and not full[n].isna().all()
+        and any(full[n] != "")
+        and not (n in _AXES and (full[n] == 1).all())
+    ]
     found = full[names].astype(object)
     for name in names:
         if name in ("mfu", "bubble", "exposed"):

@@ -70,6 +70,9 @@ def project(browser, tmp_path_factory):
     """After one run of everything, with Snakemake's report at its end."""
     made = Project(tmp_path_factory.mktemp("project"))
     made.study(jobs=[JOB])
+    # As many columns as there are.
+    sizes = {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "vp": 2}
+    made.job(JOB, parallelism=sizes, work={"tokens": "dp * 1024", "flops": 1e9})
     made.run("--report", "report.zip", "--report-after-run")
     return made
 

@@ -213,6 +213,7 @@ def test_all_cases_side_by_side(case, tmp_path):
         "sweep": "layouts",
         "world_size": 8,
         "tp": 2,
+        "cp": 1,
         "status": "ok",
         "iteration_ms": 123.4,
         "low_ms": 120.0,
@@ -240,6 +241,7 @@ def test_all_cases_side_by_side(case, tmp_path):
     names, values = (re.findall(rf"<{tag}>(.*?)</{tag}>", shown) for tag in ("th", "td"))
     first = dict(zip(names, values, strict=False))
     assert first["case"] == "tp2_pp4"
+    assert "CP" not in first, "it is 1 for all"
     assert (first["ranks"], first["TP"], first["MFU"]) == ("8", "2", "3.1%")
     assert (first["limited by"], first["model GFLOP/s/rank"]) == ("the pipeline", "3")
     caption = (page.parent / "overview.rst").read_text()
