@@ -108,10 +108,14 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
         if name in ("mfu", "bubble", "exposed"):
             found[name] = [share(v) for v in full[name]]
         elif pd.api.types.is_float_dtype(full[name]):
-            found[name] = ["" if pd.isna(v) else f"{v:,.4g}" for v in full[name]]
+            found[name] = ["" if pd.isna(v) else _number(v) for v in full[name]]
         else:
             found[name] = ["" if pd.isna(v) else v for v in full[name]]
     return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _table(shown: pd.DataFrame, *, escape: bool = True) -> str:
@@ -132,7 +136,9 @@ def _caption(frame: pd.DataFrame) -> str:
     ]
     if timed["tokens_per_s"].notna().any():
         best = timed.loc[timed["tokens_per_s"].idxmax()]
-        parts.append(f"Most tokens: {best['case']}, {best['tokens_per_s']:,.4g} a second and rank.")
+        parts.append(
+            f"Most tokens: {best['case']}, {_number(best['tokens_per_s'])} a second and rank."
+        )
     if len(timed) > 1:
         parts.append(
             f"Bars are the error of the worst measured case, {error_band():.0%}: cases whose bars "

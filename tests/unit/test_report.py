@@ -218,7 +218,7 @@ def test_all_cases_side_by_side(case, tmp_path):
         "iteration_ms": 123.4,
         "low_ms": 120.0,
         "high_ms": 130.0,
-        "tokens_per_s": 1024.0,
+        "tokens_per_s": 73_728.0,
         "flops_per_s": 3e9,
         "mfu": 0.031,
         "bubble": 0.25,
@@ -241,6 +241,7 @@ def test_all_cases_side_by_side(case, tmp_path):
     names, values = (re.findall(rf"<{tag}>(.*?)</{tag}>", shown) for tag in ("th", "td"))
     first = dict(zip(names, values, strict=False))
     assert first["case"] == "tp2_pp4"
+    assert first["tokens/s/rank"] == "73,728"
     assert "CP" not in first, "it is 1 for all"
     assert (first["ranks"], first["TP"], first["MFU"]) == ("8", "2", "3.1%")
     assert (first["limited by"], first["model GFLOP/s/rank"]) == ("the pipeline", "3")
